@@ -1,0 +1,285 @@
+"""Settings: frozen dataclasses, built and checked once at the border. Every default of the project stands in this file.
+
+`from_dict` turns a nested mapping (an `ml_collections.ConfigDict.to_dict()`) into a `Config`, refusing unknown names and wrong types.
+Checks that need no device are in `Config.check`; checks against a mesh are in `sharding.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any, Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+  """Shape of the decoder-only transformer; the value model has the same trunk."""
+
+  vocab_size: int = 259
+  embed_dim: int = 128
+  num_layers: int = 3
+  num_heads: int = 4
+  num_kv_heads: int = 2
+  head_dim: int = 32
+  mlp_dim: int = 384
+  rope_theta: float = 10_000.0
+  norm_eps: float = 1e-6
+  qk_norm: bool = False  # RMS norm on queries and keys (Qwen3).
+  qkv_bias: bool = False  # Bias on the query, key and value projections (Qwen2.5).
+  tie_embeddings: bool = True
+  max_length: int = 512  # Longest position the model was made for.
+  scan_layers: bool = False  # True: parameters stacked over layers and scanned (compile time); False: unrolled (CPU decode).
+  remat: bool = False  # Recompute each block in the backward pass.
+  compute_dtype: str = 'float32'
+  param_dtype: str = 'float32'
+  attention: str = 'dense'  # 'dense' scores, or 'blockwise' (memory linear in length).
+  pretrained: str = ''  # '' for random weights; 'smollm2-135m-instruct', or the path of a .gguf file: its shape then replaces this one.
+  tokenizer: str = 'byte'  # 'byte', or 'pretrained'.
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskConfig:
+  """The environment and its prompts."""
+
+  name: str = 'calculator'
+  settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Passed to `environments.make(name, **settings)`.
+  max_turns: int = 8
+  max_turn_tokens: int = 32  # Tokens sampled in one turn.
+  max_tokens: int = 128  # Length of a whole rollout, prompt included.
+  time_limit_s: float = 600.0  # Of one rollout, on the run clock.
+  step_timeout_s: float = 60.0  # Of one reset or step call.
+  retries: int = 1  # Attempts after a failure of the environment itself.
+  max_failure_share: float = 0.5  # Stop the run when more than this share of the last 100 rollouts died of infrastructure.
+  workers: int = 8  # Threads that run environment calls.
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerConfig:
+  """Continuous batching over a paged cache."""
+
+  slots: int = 64  # Rows that decode at once.
+  sessions: int = 128  # Rollouts in flight: decoding, waiting for a slot, or waiting for their environment.
+  page_size: int = 16  # Tokens of one cache page.
+  pages: int = 0  # Pages of the cache; 0: enough for `sessions` rollouts of `task.max_tokens`.
+  chunk_steps: int = 8  # Decode steps of one jitted call.
+  prefill_lengths: tuple[int, ...] = (16, 64)  # Buckets of new tokens; longer prompts go in several chunks of the last one.
+  prefill_rows: tuple[int, ...] = (8, 64)  # Buckets of rows in one prefill call.
+  cache_lengths: tuple[int, ...] = ()  # Buckets of cached length seen by attention; () for powers of two of pages up to the longest.
+  temperature: float = 1.0
+  top_p: float = 1.0
+  top_k: int = 0  # 0: off.
+  on_update: str = 'keep_cache'  # 'keep_cache' | 'recompute_cache' | 'finish_first'.
+  dtype: str = 'float32'  # Of the sampler's parameters and cache.
+  devices: tuple[int, ...] = ()  # Indices into jax.devices(); () for all (colocated with the learner).
+  mesh: tuple[int, ...] = (1, -1, 1, 1, 1)  # Sizes of data, fsdp, expert, sequence, tensor; one may be -1.
+
+
+@dataclasses.dataclass(frozen=True)
+class AlgorithmConfig:
+  """The update: an advantage estimator times a policy objective (spec: SAO, arXiv:2607.07508)."""
+
+  advantage: str = 'skip_observation_gae'
+  objective: str = 'dis'
+  epsilon_low: float = 0.3
+  epsilon_high: float = 5.0
+  gamma: float = 1.0
+  lambda_alpha: float = 1.5  # lambda = 1 - 1 / (alpha * l).
+  gae_lambda: float = -1.0  # Fixed lambda of the policy's advantages; -1: length-adaptive.
+  denominator: str = 'action_tokens'  # 'action_tokens' | 'kept_tokens' | 'trajectory'.
+  truncation: str = 'bootstrap'  # 'bootstrap' | 'zero' | 'drop'.
+  advantage_values: str = 'after_update'  # 'after_update' | 'before_update'.
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+  learning_rate: float = 1e-6
+  beta1: float = 0.9
+  beta2: float = 0.95
+  epsilon: float = 1e-8
+  weight_decay: float = 0.0
+  max_grad_norm: float = 1.0
+  schedule: str = 'constant'  # 'constant' | 'linear' | 'cosine'.
+  warmup_steps: int = 0
+  decay_steps: int = 0  # Steps of the whole schedule; needed by 'linear' and 'cosine'.
+  end_fraction: float = 0.0  # Rate at the end of the schedule over the peak rate.
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerConfig:
+  batch_size: int = 64  # Rollouts per policy step.
+  micro_batches: int = 1
+  lengths: tuple[int, ...] = (128,)  # Buckets of padded length.
+  value_steps: int = 2  # K optimizer steps of the value model for one of the policy.
+  value_warmup_steps: int = 10  # First RL steps in which only the value model learns.
+  value_freeze: str = 'attention_and_embeddings'  # 'attention_and_embeddings' | 'nothing'.
+  logits_chunk: int = 1024  # Positions whose logits exist at once.
+  policy: OptimizerConfig = OptimizerConfig()
+  value: OptimizerConfig = OptimizerConfig(learning_rate=5e-6)
+  devices: tuple[int, ...] = ()
+  mesh: tuple[int, ...] = (1, -1, 1, 1, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class QueueConfig:
+  capacity: int = 256  # Finished rollouts held; a full queue pauses new starts.
+  max_staleness: int = 2  # Versions between the oldest action token of a rollout and the step that trains it.
+  overdue: str = 'wait'  # 'wait' | 'drop' | 'use'.
+
+
+@dataclasses.dataclass(frozen=True)
+class ClockConfig:
+  """'wall': real threads. 'virtual': one thread, durations in virtual seconds from seeded lognormal distributions."""
+
+  kind: str = 'wall'
+  chunk_s: float = 0.1  # Median duration of one decode chunk.
+  update_s: float = 1.0  # Of one learner update.
+  environment_s: float = 0.2  # Of one environment call.
+  publish_s: float = 0.02
+  sigma: float = 0.5  # Of the lognormal of environment calls; the others use a tenth of it.
+
+
+@dataclasses.dataclass(frozen=True)
+class SftConfig:
+  """Supervised warm start on demonstrations of the environment."""
+
+  steps: int = 0  # 0: no such stage.
+  batch_size: int = 64
+  demonstrations: int = 2048  # Size of the demonstration set.
+  optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
+
+
+@dataclasses.dataclass(frozen=True)
+class ValuePretrainConfig:
+  """Fits the value model on rollouts recorded from the warm-started policy."""
+
+  rollouts: int = 0  # 0: no such stage.
+  epochs: int = 2
+  optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
+
+
+@dataclasses.dataclass(frozen=True)
+class RlConfig:
+  policy_steps: int = 100  # Policy steps, beyond the value-only warm-up steps; 0: no such stage.
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationConfig:
+  prompts: int = 256  # Held-out prompts.
+  every: int = 0  # Policy steps between evaluations during RL; 0: only before and after.
+  during_prompts: int = 128
+  seed: int = 1_000_003  # Of the held-out prompts; never those of training.
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+  every: int = 20  # Learner steps between checkpoints.
+  keep: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class LoggingConfig:
+  every: int = 1  # Learner steps between metric rows.
+  tensorboard: bool = True
+  sample_rollouts: int = 4  # Readable trajectories written at each evaluation.
+  progress: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  seed: int = 0
+  model: ModelConfig = ModelConfig()
+  task: TaskConfig = TaskConfig()
+  sampler: SamplerConfig = SamplerConfig()
+  algorithm: AlgorithmConfig = AlgorithmConfig()
+  learner: LearnerConfig = LearnerConfig()
+  queue: QueueConfig = QueueConfig()
+  clock: ClockConfig = ClockConfig()
+  sft: SftConfig = SftConfig()
+  value_pretrain: ValuePretrainConfig = ValuePretrainConfig()
+  rl: RlConfig = RlConfig()
+  evaluation: EvaluationConfig = EvaluationConfig()
+  checkpoint: CheckpointConfig = CheckpointConfig()
+  logging: LoggingConfig = LoggingConfig()
+
+
+CHOICES = {
+    'model.attention': ('dense', 'blockwise'),
+    'model.compute_dtype': ('float32', 'bfloat16'),
+    'model.param_dtype': ('float32', 'bfloat16'),
+    'sampler.dtype': ('float32', 'bfloat16'),
+    'sampler.on_update': ('keep_cache', 'recompute_cache', 'finish_first'),
+    'algorithm.denominator': ('action_tokens', 'kept_tokens', 'trajectory'),
+    'algorithm.truncation': ('bootstrap', 'zero', 'drop'),
+    'algorithm.advantage_values': ('after_update', 'before_update'),
+    'learner.value_freeze': ('attention_and_embeddings', 'nothing'),
+    'queue.overdue': ('wait', 'drop', 'use'),
+    'clock.kind': ('wall', 'virtual'),
+}
+
+
+def default_dict() -> dict[str, Any]:
+  """The default settings as a nested dictionary, the start of every `configs/*.py`."""
+  return to_dict(Config())
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+  """Nested plain dictionary of a settings dataclass; `from_dict` is its inverse."""
+  return dataclasses.asdict(config)
+
+
+def from_dict(values: Mapping[str, Any]) -> Config:
+  """Builds and checks a `Config`. Raises ValueError with the dotted name of what is unknown, of a wrong type, or out of range."""
+  config = _build(Config, values, '')
+  check(config)
+  return config
+
+
+def _build(cls: type, values: Mapping[str, Any], path: str) -> Any:
+  hints = typing.get_type_hints(cls)
+  unknown = sorted(set(values) - set(hints))
+  if unknown:
+    raise ValueError(f'Unknown setting {path}{unknown[0]}; known here: {", ".join(sorted(hints))}.')
+  return cls(**{name: _coerce(hints[name], value, path + name) for name, value in values.items()})
+
+
+def _coerce(hint: Any, value: Any, path: str) -> Any:
+  if dataclasses.is_dataclass(hint):
+    if not isinstance(value, Mapping):
+      raise ValueError(f'{path} must be a section of settings, got {value!r}.')
+    return _build(hint, value, path + '.')
+  if typing.get_origin(hint) is tuple:
+    if not isinstance(value, (tuple, list)) or not all(_is_int(v) for v in value):
+      raise ValueError(f'{path} must be a tuple of integers, got {value!r}.')
+    return tuple(int(v) for v in value)
+  if hint is float and (_is_int(value) or isinstance(value, float)):
+    return float(value)
+  if hint is int and _is_int(value):
+    return int(value)
+  if hint in (bool, str) and isinstance(value, hint):
+    return value
+  if typing.get_origin(hint) is not None and isinstance(value, Mapping):
+    return dict(value)
+  raise ValueError(f'{path} must be of type {getattr(hint, "__name__", hint)}, got {value!r} ({type(value).__name__}).')
+
+
+def _is_int(value: Any) -> bool:
+  return isinstance(value, int) and not isinstance(value, bool)
+
+
+def lookup(config: Any, path: str) -> Any:
+  """Value at a dotted path."""
+  for name in path.split('.'):
+    config = getattr(config, name)
+  return config
+
+
+def check(config: Config) -> None:
+  """Raises ValueError on the first setting that cannot work, before anything compiles."""
+  for path, choices in CHOICES.items():
+    if lookup(config, path) not in choices:
+      raise ValueError(f'{path} must be one of {", ".join(choices)}, got {lookup(config, path)!r}.')
+
+
+def longest_rollout(config: Config) -> int:
+  """Longest rollout in tokens that the settings allow."""
+  return min(config.task.max_tokens, config.model.max_length)
