@@ -1,0 +1,202 @@
+"""What an environment is, and the values it exchanges with a rollout.
+
+An `Environment` object plays one episode at a time: `reset(task)` starts it, `step(action)` continues it until a result says `terminated`
+or `truncated`. One rollout owns one object, so an implementation needs no lock; calls of one object may come from different threads, one
+after the other. Nothing under `environments/` imports JAX.
+
+Three endings are kept apart, since learning treats them differently:
+  terminated  the task is over, solved or not; the reward is what it is and nothing is worth anything afterwards;
+  truncated   a limit cut the episode; the state after it still has a value;
+  failure     the environment itself broke (`EnvironmentFailure`); the rollout is dropped and counted, never given a reward of zero.
+What the policy does wrong is none of these: a malformed action gets an observation that says so.
+
+Time limits are not an environment's business: the pool that calls it has them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import math
+import threading
+from typing import Any, Coroutine, Mapping
+
+import numpy as np
+
+SPLITS = ('train', 'test')
+CONVERSATIONS = ('raw', 'chat')
+
+
+class EnvironmentFailure(Exception):
+  """The environment broke: a lost sandbox, a grader that raised, a reward that is not a number. Says nothing about the policy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+  """What the policy sees next: `text` in a raw conversation, `messages` ({'role', 'content'} each) in a chat."""
+
+  text: str = ''
+  messages: tuple[Mapping[str, str], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+  """Answer to one action.
+
+  Attributes:
+    observation: what the policy sees next; not shown to it when the episode is over.
+    reward: reward of this turn, finite.
+    terminated: the task is over. Wins over `truncated`: an episode that ends and is cut on the same step has ended.
+    truncated: a limit of the environment cut the episode.
+    metrics: numbers of the episode so far, under the environment's `metric_names`; the last ones are the rollout's.
+
+  Raises:
+    EnvironmentFailure: on a reward or metric that is not a finite number.
+  """
+
+  observation: Observation = Observation()
+  reward: float = 0.0
+  terminated: bool = False
+  truncated: bool = False
+  metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    numbers = {'reward': self.reward, **self.metrics}
+    for name, value in numbers.items():
+      if not isinstance(value, (int, float, np.number, np.bool_)) or not math.isfinite(value):
+        raise EnvironmentFailure(f'The environment gave {name} = {value!r}; it must be a finite number.')
+    object.__setattr__(self, 'reward', float(self.reward))
+    object.__setattr__(self, 'metrics', {name: float(value) for name, value in self.metrics.items()})
+    object.__setattr__(self, 'truncated', bool(self.truncated) and not self.terminated)
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """One problem, a pure function of (seed, split, index). `data` is plain (JSON-able); `attempt` counts tries at the same problem."""
+
+  index: int
+  split: str
+  seed: int
+  data: Mapping[str, Any]
+  attempt: int = 0
+
+
+class Environment:
+  """Base of all environments; subclasses give `sample_task`, `reset` and `step`.
+
+  Attributes:
+    name: name in the registry.
+    replayable: the same task and the same actions lead to the same observations and rewards, so an episode can be continued elsewhere.
+    conversation: 'raw' (text as is) or 'chat' (messages).
+    stop_strings: a turn of the policy ends with the first of these.
+    has_demonstrations: `demonstration` is there.
+    metric_names: what every `StepResult.metrics` holds; a rollout cut before its first step counts 0 for each.
+  """
+
+  name: str = ''
+  replayable: bool = False
+  conversation: str = 'raw'
+  stop_strings: tuple[str, ...] = ()
+  has_demonstrations: bool = False
+  metric_names: tuple[str, ...] = ('success',)
+
+  def sample_task(self, index: int, split: str, seed: int) -> Task:
+    """The task at `index` of a split; the same arguments give the same task, and tasks of different splits differ."""
+    raise NotImplementedError(f'{type(self).__name__} has no sample_task.')
+
+  def reset(self, task: Task) -> Observation:
+    """Starts an episode (leaving any earlier one) and gives what the policy sees first. Raises EnvironmentFailure."""
+    raise NotImplementedError(f'{type(self).__name__} has no reset.')
+
+  def step(self, action: str) -> StepResult:
+    """Continues the episode with the text of one turn, its stop string included. Raises EnvironmentFailure."""
+    raise NotImplementedError(f'{type(self).__name__} has no step.')
+
+  def demonstration(self, task: Task, rng: np.random.Generator) -> list[str]:
+    """Texts of the actions of one demonstrated episode, in order; the environment's own settings say how good it is."""
+    raise NotImplementedError(f'{type(self).__name__} has no demonstrations.')
+
+  def close(self) -> None:
+    """Gives up what the environment holds. Called once, also while a hung call is still running in another thread."""
+
+
+class AsyncEnvironment(Environment):
+  """Synchronous face of an environment written with coroutines: subclasses give `reset_async`, `step_async` and, if needed, `close_async`.
+
+  Each object has its own event loop, which lives from the first call to `close`, so that connections opened in one call serve the next
+  one. `close` cancels a call that hangs in another thread; that call then raises EnvironmentFailure.
+  """
+
+  def __init__(self):
+    self._lock = threading.Lock()  # Guards the three below.
+    self._loop: asyncio.AbstractEventLoop | None = None
+    self._running: asyncio.Task | None = None
+    self._closed = False
+
+  async def reset_async(self, task: Task) -> Observation:
+    raise NotImplementedError(f'{type(self).__name__} has no reset_async.')
+
+  async def step_async(self, action: str) -> StepResult:
+    raise NotImplementedError(f'{type(self).__name__} has no step_async.')
+
+  async def close_async(self) -> None:
+    """Closes connections; runs on the object's own loop, unless a call still hangs there."""
+
+  def reset(self, task: Task) -> Observation:
+    return self._run(self.reset_async(task))
+
+  def step(self, action: str) -> StepResult:
+    return self._run(self.step_async(action))
+
+  def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    with self._lock:
+      if self._closed or self._running is not None:
+        coroutine.close()
+        raise EnvironmentFailure('closed' if self._closed else 'another call of this environment is still running')
+      self._loop = self._loop or asyncio.new_event_loop()
+      self._running = task = self._loop.create_task(coroutine)
+    try:
+      return self._loop.run_until_complete(task)
+    except asyncio.CancelledError as error:
+      raise EnvironmentFailure('cancelled by close') from error
+    finally:
+      with self._lock:
+        self._running, closed = None, self._closed
+      if closed:
+        self._loop.close()
+
+  def close(self) -> None:
+    with self._lock:
+      if self._closed:
+        return
+      self._closed, running, loop = True, self._running, self._loop
+      if running is not None:
+        loop.call_soon_threadsafe(running.cancel)
+    if running is None and loop is not None:
+      loop.run_until_complete(self.close_async())
+      loop.close()
+
+
+def generator(name: str, *counters: int) -> np.random.Generator:
+  """NumPy generator of the stream `name` at `counters` (non-negative after masking to 64 bits), independent of every other stream."""
+  digest = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), 'big')
+  return np.random.default_rng([digest, *(counter & 0xFFFFFFFFFFFFFFFF for counter in counters)])
+
+
+def split_of(text: str, test_share: float) -> str:
+  """'test' for about `test_share` of all texts, 'train' for the others: a function of the text alone, so the splits never meet."""
+  digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), 'big')
+  return 'test' if digest < test_share * 2.0**64 else 'train'
+
+
+def check_split(split: str) -> None:
+  if split not in SPLITS:
+    raise ValueError(f'split must be one of {", ".join(SPLITS)}, got {split!r}.')
+
+
+def check_range(name: str, value: Any, low: float, high: float) -> None:
+  """Raises ValueError unless `value` is a number (an int where both bounds are ints) in [low, high]."""
+  whole = isinstance(low, int) and isinstance(high, int)
+  if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not low <= value <= high:
+    raise ValueError(f'{name} must be {"an integer" if whole else "a number"} in [{low}, {high}], got {value!r}.')
