@@ -1,7 +1,7 @@
 """Settings: frozen dataclasses, built and checked once at the border. Every default of the project stands in this file.
 
 `from_dict` turns a nested mapping (an `ml_collections.ConfigDict.to_dict()`) into a `Config`, refusing unknown names and wrong types.
-Checks that need no device are in `Config.check`; checks against a mesh are in `sharding.py`.
+Checks that need no device are in `config_checks.py`; checks against a mesh are in `sharding.py`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 import dataclasses
 import typing
 from typing import Any, Mapping
+
+from sao_jax import config_checks
+from sao_jax.config_checks import lookup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,18 +269,35 @@ def _is_int(value: Any) -> bool:
   return isinstance(value, int) and not isinstance(value, bool)
 
 
-def lookup(config: Any, path: str) -> Any:
-  """Value at a dotted path."""
-  for name in path.split('.'):
-    config = getattr(config, name)
-  return config
-
-
 def check(config: Config) -> None:
   """Raises ValueError on the first setting that cannot work, before anything compiles."""
   for path, choices in CHOICES.items():
     if lookup(config, path) not in choices:
       raise ValueError(f'{path} must be one of {", ".join(choices)}, got {lookup(config, path)!r}.')
+  config_checks.check_all(config)
+
+
+def differences(before: Config, after: Config) -> list[str]:
+  """Settings that differ, each as 'dotted.name: old -> new', in the order of the dataclasses; empty where the two are equal."""
+  return _differences(to_dict(before), to_dict(after), '')
+
+
+def _differences(before: Mapping[str, Any], after: Mapping[str, Any], path: str) -> list[str]:
+  found = []
+  for name in [*before, *(n for n in after if n not in before)]:
+    a, b = before.get(name), after.get(name)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+      found += _differences(a, b, f'{path}{name}.')
+    elif _plain(a) != _plain(b):
+      found.append(f'{path}{name}: {a!r} -> {b!r}')
+  return found
+
+
+def _plain(value: Any) -> Any:
+  """`value` with tuples as lists, which is how JSON gives them back."""
+  if isinstance(value, Mapping):
+    return {k: _plain(v) for k, v in value.items()}
+  return [_plain(v) for v in value] if isinstance(value, (tuple, list)) else value
 
 
 def longest_rollout(config: Config) -> int:

@@ -1,0 +1,295 @@
+"""Range checks of the settings that need neither a device nor a file: each raises ValueError before anything compiles.
+
+Every message says what was required, what came, and what to do. Checks against a mesh are in `sharding.py`; names that live in a
+registry (environments, advantages, objectives) are checked where the registry is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from typing import Any
+
+if typing.TYPE_CHECKING:
+  from sao_jax.config import Config
+
+BYTE_VOCABULARY = 259  # 256 bytes, padding, start and end of turn: what `model.tokenizer='byte'` needs.
+OPTIMIZERS = ('learner.policy', 'learner.value', 'sft.optimizer', 'value_pretrain.optimizer')
+INF = math.inf
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+  """Numbers from `low` to `high`, the ends included unless marked open."""
+
+  low: float
+  high: float = INF
+  low_open: bool = False
+  high_open: bool = False
+
+  def __contains__(self, value: float) -> bool:
+    above = value > self.low if self.low_open else value >= self.low
+    below = value < self.high if self.high_open else value <= self.high
+    return above and below  # False for NaN.
+
+  def __str__(self) -> str:
+    if self.high == INF:
+      return f'{"above" if self.low_open else "at least"} {self.low:g}'
+    return f'in {"(" if self.low_open else "["}{self.low:g}, {self.high:g}{")" if self.high_open else "]"}'
+
+
+ANY_SIZE = Interval(0)
+SIZE = Interval(1)
+POSITIVE = Interval(0, low_open=True)
+SHARE = Interval(0, 1)
+BELOW_ONE = Interval(0, 1, high_open=True)
+SEED = Interval(0, 2**32 - 1)
+
+RANGES: dict[str, Interval] = {
+    'seed': SEED,
+    **{f'model.{name}': SIZE for name in (
+        'vocab_size', 'embed_dim', 'num_layers', 'num_heads', 'num_kv_heads', 'head_dim', 'mlp_dim')},
+    'model.max_length': Interval(2),
+    'model.rope_theta': POSITIVE,
+    'model.norm_eps': POSITIVE,
+    'task.max_turns': SIZE,
+    'task.max_turn_tokens': SIZE,
+    'task.max_tokens': Interval(2),
+    'task.time_limit_s': POSITIVE,
+    'task.step_timeout_s': POSITIVE,
+    'task.retries': ANY_SIZE,
+    'task.max_failure_share': Interval(0, 1, low_open=True),
+    'task.workers': SIZE,
+    'sampler.slots': SIZE,
+    'sampler.page_size': SIZE,
+    'sampler.pages': ANY_SIZE,
+    'sampler.chunk_steps': SIZE,
+    'sampler.top_p': Interval(0, 1, low_open=True),
+    'sampler.top_k': ANY_SIZE,
+    'algorithm.epsilon_low': Interval(0, 1, low_open=True),
+    'algorithm.epsilon_high': POSITIVE,
+    'algorithm.gamma': SHARE,
+    'algorithm.lambda_alpha': POSITIVE,
+    'learner.batch_size': SIZE,
+    'learner.micro_batches': SIZE,
+    'learner.value_steps': ANY_SIZE,
+    'learner.value_warmup_steps': ANY_SIZE,
+    'learner.logits_chunk': SIZE,
+    'queue.max_staleness': ANY_SIZE,
+    **{f'clock.{name}': POSITIVE for name in ('chunk_s', 'update_s')},
+    **{f'clock.{name}': ANY_SIZE for name in ('environment_s', 'publish_s', 'sigma')},
+    'sft.steps': ANY_SIZE,
+    'sft.batch_size': SIZE,
+    'sft.demonstrations': SIZE,
+    'value_pretrain.rollouts': ANY_SIZE,
+    'value_pretrain.epochs': SIZE,
+    'rl.policy_steps': ANY_SIZE,
+    'evaluation.prompts': SIZE,
+    'evaluation.every': ANY_SIZE,
+    'evaluation.during_prompts': SIZE,
+    'evaluation.seed': SEED,
+    'checkpoint.every': SIZE,
+    'checkpoint.keep': SIZE,
+    'logging.every': SIZE,
+    'logging.sample_rollouts': ANY_SIZE,
+    **{f'{path}.{name}': interval for path in OPTIMIZERS for name, interval in {
+        'learning_rate': ANY_SIZE, 'beta1': BELOW_ONE, 'beta2': BELOW_ONE, 'epsilon': POSITIVE, 'weight_decay': ANY_SIZE,
+        'max_grad_norm': POSITIVE, 'warmup_steps': ANY_SIZE, 'decay_steps': ANY_SIZE, 'end_fraction': SHARE}.items()},
+}
+
+
+def check_all(config: Config) -> None:
+  """Raises ValueError on the first setting, or pair of settings, that cannot work."""
+  check_ranges(config)
+  check_model(config)
+  check_lengths(config)
+  check_sampler(config)
+  check_behaviour_distribution(config)
+  check_learner(config)
+  check_optimizers(config)
+  check_devices(config)
+
+
+def lookup(config: Any, path: str) -> Any:
+  """Value at a dotted path."""
+  for name in path.split('.'):
+    config = getattr(config, name)
+  return config
+
+
+def check_ranges(config: Config) -> None:
+  """Single numbers: finite and in their interval."""
+  for path, value in _numbers(config, ''):
+    if isinstance(value, float) and not math.isfinite(value):
+      raise ValueError(f'{path} must be a finite number, got {value}.')
+  for path, interval in RANGES.items():
+    value = lookup(config, path)
+    if value not in interval:
+      raise ValueError(f'{path} must be {interval}, got {value}.')
+  gae_lambda = config.algorithm.gae_lambda
+  if gae_lambda != -1.0 and gae_lambda not in SHARE:
+    raise ValueError(f'algorithm.gae_lambda must be {SHARE}, or -1 for the length-adaptive lambda, got {gae_lambda}.')
+
+
+def _numbers(section: Any, prefix: str):
+  for field in dataclasses.fields(section):
+    value = getattr(section, field.name)
+    if dataclasses.is_dataclass(value):
+      yield from _numbers(value, f'{prefix}{field.name}.')
+    elif isinstance(value, (int, float)):
+      yield prefix + field.name, value
+
+
+def check_model(config: Config) -> None:
+  """Shape of the transformer. With `model.pretrained` the file's own shape replaces these numbers and is not judged here."""
+  model = config.model
+  if model.pretrained:
+    return
+  if model.tokenizer == 'pretrained':
+    raise ValueError(
+        "model.tokenizer='pretrained' takes the tokenizer of the file named by model.pretrained, which is empty; name a file or use 'byte'.")
+  if model.num_heads % model.num_kv_heads:
+    raise ValueError(
+        f'model.num_heads must be a multiple of model.num_kv_heads: got {model.num_heads} and {model.num_kv_heads}; '
+        f'use one of {_divisors(model.num_heads)} key/value heads.')
+  if model.head_dim % 2:
+    raise ValueError(f'model.head_dim must be even, since rotary embeddings turn pairs: got {model.head_dim}; use {model.head_dim + 1}.')
+  if model.tokenizer == 'byte' and model.vocab_size < BYTE_VOCABULARY:
+    raise ValueError(
+        f"model.vocab_size must be at least {BYTE_VOCABULARY} for model.tokenizer='byte': got {model.vocab_size}; use {BYTE_VOCABULARY}.")
+
+
+def _divisors(n: int) -> str:
+  return ', '.join(str(d) for d in range(1, n + 1) if n % d == 0)
+
+
+def _longest(config: Config) -> int:
+  """Longest rollout in tokens; a pretrained model brings its own limit, known only when its file is read."""
+  return config.task.max_tokens if config.model.pretrained else min(config.task.max_tokens, config.model.max_length)
+
+
+def check_lengths(config: Config) -> None:
+  """Buckets are increasing, and the learner's cover the longest rollout."""
+  for path in ('learner.lengths', 'sampler.prefill_lengths', 'sampler.prefill_rows', 'sampler.cache_lengths'):
+    values = lookup(config, path)
+    if not values and path != 'sampler.cache_lengths':
+      raise ValueError(f'{path} must hold at least one number, got ().')
+    if any(v < 1 for v in values) or any(a >= b for a, b in zip(values, values[1:])):
+      better = tuple(sorted({v for v in values if v > 0}))
+      raise ValueError(f'{path} must be positive and strictly increasing, got {values}; use {better}.')
+  task, longest = config.task, _longest(config)
+  if task.max_turn_tokens > task.max_tokens:
+    raise ValueError(
+        f'task.max_turn_tokens must be at most task.max_tokens, the length of a whole rollout with its prompt: '
+        f'got {task.max_turn_tokens} with max_tokens={task.max_tokens}.')
+  if config.learner.lengths[-1] < longest:
+    raise ValueError(
+        f'learner.lengths must cover the longest rollout, {longest} tokens (task.max_tokens, at most model.max_length): '
+        f'got {config.learner.lengths}; add {longest}, or lower task.max_tokens to {config.learner.lengths[-1]}.')
+  cached = config.sampler.cache_lengths
+  if cached and cached[-1] < longest:
+    raise ValueError(f'sampler.cache_lengths must cover the longest rollout, {longest} tokens: got {cached}; add {longest} or use ().')
+
+
+def check_sampler(config: Config) -> None:
+  """Slots, sessions, pages and the queue behind them."""
+  sampler, queue, learner = config.sampler, config.queue, config.learner
+  if sampler.sessions < sampler.slots:
+    raise ValueError(
+        f'sampler.sessions (rollouts in flight) must be at least sampler.slots (rows that decode at once): '
+        f'got {sampler.sessions} with slots={sampler.slots}; use sessions={sampler.slots} or more.')
+  needed = -(-_longest(config) // sampler.page_size)
+  if 0 < sampler.pages < needed:
+    raise ValueError(
+        f'sampler.pages must hold at least one rollout of {_longest(config)} tokens, {needed} pages of {sampler.page_size}: '
+        f'got {sampler.pages}; use {needed} or more, or 0 for enough pages for all sessions.')
+  if queue.capacity < learner.batch_size:
+    raise ValueError(
+        f'queue.capacity must hold a whole batch: got {queue.capacity} with learner.batch_size={learner.batch_size}; '
+        f'use {learner.batch_size} or more.')
+
+
+def check_behaviour_distribution(config: Config) -> None:
+  """Training divides by the probability of what was drawn, so it needs the whole softmax at a positive temperature."""
+  sampler = config.sampler
+  if sampler.temperature <= 0.0:
+    raise ValueError(
+        f'sampler.temperature must be above 0, got {sampler.temperature}: log-probabilities are those of the temperature-scaled softmax. '
+        'Greedy decoding is a part of evaluation and needs no setting.')
+  trains = config.rl.policy_steps > 0 or config.value_pretrain.rollouts > 0
+  if trains and sampler.top_p < 1.0:
+    raise ValueError(
+        f'sampler.top_p must be 1 in training, got {sampler.top_p}: the importance ratio needs the exact distribution that drew each '
+        'token, and a cut one gives probability 0 to what the learner gives weight. Use 1 here and --top_p in launch/evaluate.py.')
+  if trains and sampler.top_k != 0:
+    raise ValueError(
+        f'sampler.top_k must be 0 (off) in training, got {sampler.top_k}: the importance ratio needs the exact distribution that drew each '
+        'token, and a cut one gives probability 0 to what the learner gives weight. Use 0 here and --top_k in launch/evaluate.py.')
+
+
+def check_learner(config: Config) -> None:
+  """Batch sizes of the stages."""
+  learner = config.learner
+  if learner.batch_size % learner.micro_batches:
+    raise ValueError(
+        f'learner.batch_size must be a multiple of learner.micro_batches: got {learner.batch_size} and {learner.micro_batches}; '
+        f'use one of {_divisors(learner.batch_size)} micro-batches.')
+  pretrain = config.value_pretrain.rollouts
+  if 0 < pretrain < learner.batch_size:
+    raise ValueError(
+        f'value_pretrain.rollouts must be 0 or fill at least one batch: got {pretrain} with learner.batch_size={learner.batch_size}; '
+        f'use 0 to leave the stage out, or {learner.batch_size} or more.')
+
+
+def check_optimizers(config: Config) -> None:
+  """Schedules have the steps that they need."""
+  for path in OPTIMIZERS:
+    optimizer = lookup(config, path)
+    if optimizer.schedule not in ('constant', 'linear', 'cosine'):
+      raise ValueError(f"{path}.schedule must be one of constant, linear, cosine, got {optimizer.schedule!r}.")
+    if optimizer.schedule != 'constant' and optimizer.decay_steps <= optimizer.warmup_steps:
+      raise ValueError(
+          f'{path}.decay_steps is the length of the whole {optimizer.schedule} schedule and must exceed warmup_steps: '
+          f'got {optimizer.decay_steps} with warmup_steps={optimizer.warmup_steps}; set it to the number of optimizer steps.')
+
+
+def check_devices(config: Config) -> None:
+  """Device lists and mesh sizes, as far as they can be judged without asking JAX for its devices."""
+  sides = {'sampler': config.sampler, 'learner': config.learner}
+  for name, side in sides.items():
+    _check_mesh_sizes(f'{name}.mesh', side.mesh, len(side.devices))
+    if any(d < 0 for d in side.devices) or len(set(side.devices)) != len(side.devices):
+      raise ValueError(f'{name}.devices must be different, non-negative indices into jax.devices(), got {side.devices}.')
+  mine, theirs = set(config.sampler.devices), set(config.learner.devices)
+  split = bool(mine) and bool(theirs) and not mine & theirs
+  if mine != theirs and not split:
+    raise ValueError(
+        f'sampler.devices and learner.devices must be the same (colocated) or have none in common (split): '
+        f'got {config.sampler.devices or "all"} and {config.learner.devices or "all"}; () means all devices.')
+  rows = _batch_shards(config.learner.mesh, len(config.learner.devices))
+  batches = {
+      'learner.batch_size / learner.micro_batches': config.learner.batch_size // config.learner.micro_batches,
+      'sft.batch_size': config.sft.batch_size if config.sft.steps else rows,
+  }
+  for name, size in batches.items():
+    if size % rows:
+      raise ValueError(
+          f'{name} must be a multiple of the data and fsdp axes of learner.mesh: got {size} with {rows} shards; '
+          f'use {max(size // rows, 1) * rows} or {(size // rows + 1) * rows}.')
+
+
+def _check_mesh_sizes(path: str, sizes: tuple[int, ...], num_devices: int) -> None:
+  if len(sizes) != 5 or any(s < 1 and s != -1 for s in sizes) or sizes.count(-1) > 1:
+    raise ValueError(
+        f'{path} must be five positive sizes (data, fsdp, expert, sequence, tensor), at most one of them -1 for what is left: got {sizes}.')
+  fixed = math.prod(s for s in sizes if s != -1)
+  if num_devices and (num_devices % fixed if -1 in sizes else num_devices != fixed):
+    raise ValueError(f'{path} must multiply to the number of its devices: got {sizes}, {fixed} in all, with {num_devices} devices.')
+
+
+def _batch_shards(sizes: tuple[int, ...], num_devices: int) -> int:
+  """Product of the data and fsdp axes as far as known; an axis of -1 on all devices counts as 1 (`sharding.check_mesh` knows more)."""
+  fixed = math.prod(s for s in sizes if s != -1)
+  rest = num_devices // fixed if num_devices else 1
+  return math.prod(rest if s == -1 else s for s in sizes[:2])
