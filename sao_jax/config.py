@@ -211,6 +211,8 @@ CHOICES = {
     'model.param_dtype': ('float32', 'bfloat16'),
     'sampler.dtype': ('float32', 'bfloat16'),
     'sampler.on_update': ('keep_cache', 'recompute_cache', 'finish_first'),
+    'algorithm.advantage': ('skip_observation_gae', 'reinforce_batch_centred'),
+    'algorithm.objective': ('dis', 'ppo_clip'),
     'algorithm.denominator': ('action_tokens', 'kept_tokens', 'trajectory'),
     'algorithm.truncation': ('bootstrap', 'zero', 'drop'),
     'algorithm.advantage_values': ('after_update', 'before_update'),
