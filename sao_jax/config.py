@@ -279,17 +279,16 @@ def check(config: Config) -> None:
   config_checks.check_all(config)
 
 
-def differences(before: Config, after: Config) -> list[str]:
-  """Settings that differ, each as 'dotted.name: old -> new', in the order of the dataclasses; empty where the two are equal."""
-  return _differences(to_dict(before), to_dict(after), '')
+def differences(before: Mapping[str, Any], after: Mapping[str, Any], path: str = '') -> list[str]:
+  """Settings in which two nested dictionaries differ, each as 'dotted.name: old -> new', in their order; empty where they are equal.
 
-
-def _differences(before: Mapping[str, Any], after: Mapping[str, Any], path: str) -> list[str]:
+  Tuples and lists of the same values are equal, so that a dictionary that went through JSON can be compared.
+  """
   found = []
   for name in [*before, *(n for n in after if n not in before)]:
     a, b = before.get(name), after.get(name)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-      found += _differences(a, b, f'{path}{name}.')
+      found += differences(a, b, f'{path}{name}.')
     elif _plain(a) != _plain(b):
       found.append(f'{path}{name}: {a!r} -> {b!r}')
   return found

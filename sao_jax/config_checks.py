@@ -148,7 +148,7 @@ def check_model(config: Config) -> None:
     return
   if model.tokenizer == 'pretrained':
     raise ValueError(
-        "model.tokenizer='pretrained' takes the tokenizer of the file named by model.pretrained, which is empty; name a file or use 'byte'.")
+        "model.tokenizer='pretrained' takes the tokenizer of the file that model.pretrained names, which is empty; use 'byte'.")
   if model.num_heads % model.num_kv_heads:
     raise ValueError(
         f'model.num_heads must be a multiple of model.num_kv_heads: got {model.num_heads} and {model.num_kv_heads}; '

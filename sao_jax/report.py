@@ -11,6 +11,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import sys
 import time
 from typing import Any, Callable, Iterator, Mapping, Sequence, TextIO
@@ -18,7 +19,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence, TextIO
 import numpy as np
 from tqdm import tqdm
 
-from sao_jax.types import Rollout
+from sao_jax.types import Rollout, Stat
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'chex', 'numpy', 'ml_collections')
 Decode = Callable[[list[int]], str]
@@ -27,69 +28,109 @@ Decode = Callable[[list[int]], str]
 # --- Progress ------------------------------------------------------------------------------------------------------------------
 
 
-class Progress:
-  """A bar on a terminal; elsewhere (a log file, CI) a plain line every few seconds, and one at the end.
+# Numbers shown beside the bar, in this order: metric -> short name.
+SHOWN = {
+    'sft/loss': 'loss', 'value/loss': 'value loss', 'reward/success': 'success', 'reward/mean': 'reward', 'dis/kept_fraction': 'kept',
+    'queue/staleness_mean': 'staleness',
+}
 
-  Args:
-    total: units of work in all.
-    label: name of the stage.
-    enabled: False writes nothing at all.
-    stream: where to write; None for standard error.
-    every_s: seconds between plain lines.
+
+class ProgressBar:
+  """Progress through the stages: a bar on a terminal; elsewhere (a log file, CI) plain lines, one every few seconds and one at the end.
+
+  Used by one thread. Args: `enabled`: False writes nothing at all; `stream`: None for standard error; `every_s`: seconds between lines.
   """
 
-  def __init__(self, total: int, label: str, *, enabled: bool, stream: TextIO | None = None, every_s: float = 5.0):
+  def __init__(self, *, enabled: bool, stream: TextIO | None = None, every_s: float = 5.0):
     self._stream = sys.stderr if stream is None else stream
-    self._total, self._label, self._enabled, self._every_s = total, label, enabled, every_s
-    self._done, self._numbers, self._written = 0, '', -1
+    self._enabled, self._every_s = enabled, every_s
+    self._terminal = enabled and self._stream.isatty()
+    self._bar: tqdm | None = None
+    self._stage, self._done, self._total, self._numbers = '', 0, 0, ''
     self._started = self._last = time.monotonic()
-    self._bar = None
-    if enabled and self._stream.isatty():
-      self._bar = tqdm(total=total, desc=label, file=self._stream, dynamic_ncols=True, leave=True)
+    self._current = True  # Whether the last plain line tells the newest state.
 
-  def update(self, done: int, **numbers: float) -> None:
-    """Reports that `done` units are finished so far, with the newest `numbers` beside it. A NaN is shown as a dash."""
-    self._done = done
-    self._numbers = ' '.join(f'{name} {_short(value)}' for name, value in numbers.items())
+  def update(self, stage: str, done: int, total: int) -> None:
+    """Reports that `done` of `total` steps of `stage` are finished; another stage gets a bar of its own."""
+    if stage != self._stage or total != self._total:
+      self._end_stage()
+      self._stage, self._total, self._numbers, self._started = stage, total, '', time.monotonic()
+      if self._terminal:
+        self._bar = tqdm(total=total, initial=max(0, done - 1), desc=stage, file=self._stream, dynamic_ncols=True, leave=True)
+    self._done, self._current = done, False
     if self._bar is not None:
-      self._bar.n = done
-      self._bar.set_postfix_str(self._numbers, refresh=False)
-      self._bar.refresh() if done >= self._total else self._bar.update(0)
-    elif self._enabled and time.monotonic() - self._last >= self._every_s:
-      self._line()
+      self._bar.update(done - self._bar.n)
+    else:
+      self._say_now_and_then(self._state())
+
+  def show(self, stage: str, metrics: Mapping[str, Any]) -> None:
+    """Takes the newest numbers (`Stat`s or floats) to show beside the progress of `stage`; those of other names are left out."""
+    if stage == self._stage:
+      means = {label: _mean(metrics[name]) for name, label in SHOWN.items() if name in metrics}
+      self._numbers = ', '.join(f'{label} {value:.3g}' for label, value in means.items() if math.isfinite(value))
+      if self._bar is not None:
+        self._bar.set_postfix_str(self._numbers, refresh=False)
 
   def note(self, text: str) -> None:
-    """Writes one line that stays, above the bar if there is one."""
-    if self._bar is not None:
-      self._bar.write(text, file=self._stream)
+    """Shows what goes on inside a step, an evaluation for instance; the next state replaces it."""
+    if self._terminal:
+      columns = shutil.get_terminal_size().columns - 1
+      self._clear_bar()
+      self._stream.write('\r' + text[:columns].ljust(columns) + '\r')
+      self._stream.flush()
+    else:
+      self._say_now_and_then(text)
+
+  def waiting(self, seconds: float, text: str) -> None:
+    """Shows that the learner has been waiting for rollouts for `seconds`; nothing below five."""
+    if seconds >= 5.0:
+      self.note(f'{self._stage}: {self._done}/{self._total}, waiting for rollouts since {seconds:.0f} s, {text}')
+
+  def line(self, text: str) -> None:
+    """Writes one line that stays."""
+    if self._terminal:
+      self._clear_bar()
+      self._stream.write('\r' + text.ljust(shutil.get_terminal_size().columns - 1) + '\n')
+      self._stream.flush()
     elif self._enabled:
       print(text, file=self._stream, flush=True)
 
   def close(self) -> None:
     """Leaves the last state on the screen or in the log."""
+    self._end_stage()
+    self._stage = ''
+
+  def _end_stage(self) -> None:
     if self._bar is not None:
       self._bar.refresh()
       self._bar.close()
       self._bar = None
-    elif self._enabled and self._written != self._done:
-      self._line()
-    self._enabled = False
+    elif self._enabled and not self._current:
+      self._say(self._state())
+    self._current = True
 
-  def __enter__(self) -> 'Progress':
-    return self
+  def _clear_bar(self) -> None:
+    if self._bar is not None:
+      self._bar.clear()
 
-  def __exit__(self, *unused) -> None:
-    self.close()
+  def _state(self) -> str:
+    text = f'{self._stage}: {self._done}/{self._total} after {time.monotonic() - self._started:.0f} s'
+    return f'{text}, {self._numbers}' if self._numbers else text
 
-  def _line(self) -> None:
-    self._last = time.monotonic()
-    self._written = self._done
-    seconds = self._last - self._started
-    print(f'{self._label}: {self._done}/{self._total} after {seconds:.0f} s {self._numbers}'.rstrip(), file=self._stream, flush=True)
+  def _say_now_and_then(self, text: str) -> None:
+    if self._enabled and time.monotonic() - self._last >= self._every_s:
+      self._say(text)
+
+  def _say(self, text: str) -> None:
+    self._last, self._current = time.monotonic(), True
+    print(text, file=self._stream, flush=True)
 
 
-def _short(value: float) -> str:
-  return f'{value:.3g}' if math.isfinite(value) else '-'
+def _mean(value: Any) -> float:
+  """Mean of a `Stat`, NaN where its count is 0; other values as they are."""
+  if isinstance(value, Stat):
+    return float(value.total) / float(value.count) if value.count else math.nan
+  return float(value)
 
 
 # --- Files ---------------------------------------------------------------------------------------------------------------------
@@ -132,6 +173,11 @@ def plain(value: Any) -> Any:
   raise TypeError(f'A {type(value).__name__} cannot be written as JSON: {value!r}.')
 
 
+def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
+  """Writes what a run did. Raises TypeError for a value without a JSON form."""
+  write_json(path, summary)
+
+
 def package_versions() -> dict[str, str]:
   """Versions of Python and of the packages that decide results; a package that is not installed is left out."""
   versions = {'python': '.'.join(map(str, sys.version_info[:3]))}
@@ -165,8 +211,8 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 PANELS = (
     ('Success', (
         ('reward/success', 'training rollouts', {'color': '0.75', 'linewidth': 1.0}),
-        ('evaluation/success_temperature_1', 'held out, temperature 1', {'color': 'tab:blue', 'marker': 'o'}),
-        ('evaluation/success_greedy', 'held out, greedy', {'color': 'tab:green', 'marker': 's'}))),
+        ('evaluation/temperature_1/success', 'held out, temperature 1', {'color': 'tab:blue', 'marker': 'o'}),
+        ('evaluation/greedy/success', 'held out, greedy', {'color': 'tab:green', 'marker': 's'}))),
     ('Explained variance of the value model', (('value/explained_variance', None, {'color': 'tab:purple'}),)),
     ('Share of action tokens outside the band', (
         ('dis/above', 'above', {'color': 'tab:red'}), ('dis/below', 'below', {'color': 'tab:orange'}))),
@@ -176,37 +222,56 @@ PANELS = (
 SMOOTHED = 'reward/success'
 
 
-def learning_curve(metrics_path: str | os.PathLike[str], png_path: str | os.PathLike[str], *, title: str) -> bool:
-  """Draws the learning curve of a run from its `metrics.jsonl`. Returns False, and draws nothing, where there is no data yet."""
+def learning_curve(workdir: str | os.PathLike[str]) -> pathlib.Path | None:
+  """Draws `learning_curve.png` of a run from its `metrics.jsonl`, with 95 % intervals around held-out success.
+
+  Returns: the path of the picture, or None, and no picture, where there is nothing to draw yet.
+  """
   from matplotlib.backends.backend_agg import FigureCanvasAgg  # No pyplot: no global state, no display.
   from matplotlib.figure import Figure
 
-  rows = read_metrics(metrics_path)
-  panels = [(name, [(series(rows, metric), metric, label, style) for metric, label, style in lines]) for name, lines in PANELS]
-  panels = [(name, [line for line in lines if line[0]]) for name, lines in panels]
-  panels = [panel for panel in panels if panel[1]]
+  workdir = pathlib.Path(workdir)
+  rows = read_metrics(workdir / 'metrics.jsonl') if (workdir / 'metrics.jsonl').exists() else []
+  panels = [(name, [line for line in lines if series(rows, line[0])]) for name, lines in PANELS]
+  panels = [(name, lines) for name, lines in panels if lines]
   if not panels:
-    return False
+    return None
   columns = min(2, len(panels))
-  figure = Figure(figsize=(5.5 * columns, 3.4 * -(-len(panels) // columns)), layout='constrained')
+  down = -(-len(panels) // columns)
+  figure = Figure(figsize=(5.5 * columns, 3.4 * down), layout='constrained')
   FigureCanvasAgg(figure)
   for place, (name, lines) in enumerate(panels, start=1):
-    axes = figure.add_subplot(-(-len(panels) // columns), columns, place)
-    for points, metric, label, style in lines:
-      steps, values = zip(*points)
-      axes.plot(steps, values, label=label, **style)
-      if metric == SMOOTHED and len(values) >= 8:
-        axes.plot(steps, trailing_mean(values, 8), color='0.35', label='training, mean of 8 steps')
-    axes.set_title(name, fontsize=10)
-    axes.set_xlabel('learner step')
-    axes.grid(alpha=0.3)
-    if name == 'Success':
-      axes.set_ylim(-0.02, 1.02)
-    if any(line[2] for line in lines):
-      axes.legend(fontsize=8)
-  figure.suptitle(title)
-  _save_figure(figure, pathlib.Path(png_path))
-  return True
+    _draw_panel(figure.add_subplot(down, columns, place), name, lines, rows)
+  figure.suptitle(_title(workdir))
+  path = workdir / 'learning_curve.png'
+  _save_figure(figure, path)
+  return path
+
+
+def _draw_panel(axes: Any, name: str, lines: Sequence[tuple[str, str | None, dict[str, Any]]], rows: Sequence[Mapping[str, Any]]) -> None:
+  for metric, label, style in lines:
+    steps, values = zip(*series(rows, metric))
+    axes.plot(steps, values, label=label, **style)
+    low, high = series(rows, f'{metric}_low'), series(rows, f'{metric}_high')
+    if len(low) == len(high) == len(steps):
+      axes.fill_between(steps, [v for _, v in low], [v for _, v in high], color=style['color'], alpha=0.15, linewidth=0)
+    if metric == SMOOTHED and len(values) >= 8:
+      axes.plot(steps, trailing_mean(values, 8), color='0.35', label='training, mean of 8 steps')
+  axes.set_title(name, fontsize=10)
+  axes.set_xlabel('learner step')
+  axes.grid(alpha=0.3)
+  if name == 'Success':
+    axes.set_ylim(-0.02, 1.02)
+  if any(label for _, label, _ in lines):
+    axes.legend(fontsize=8)
+
+
+def _title(workdir: pathlib.Path) -> str:
+  try:
+    settings = json.loads((workdir / 'config.json').read_text(encoding='utf-8'))
+    return f'{settings["task"]["name"]}, seed {settings["seed"]}'
+  except FileNotFoundError:
+    return workdir.name
 
 
 def _save_figure(figure: Any, path: pathlib.Path) -> None:
@@ -294,10 +359,22 @@ def trajectory_data(rollout: Rollout, decode: Decode) -> dict[str, Any]:
   return {**plain(rollout), 'segments': [plain(s) for s in segments(rollout, decode)]}
 
 
-def write_samples(folder: str | os.PathLike[str], name: str, rollouts: Sequence[Rollout], decode: Decode, *, title: str) -> None:
-  """Writes `rollouts` to `folder` twice: `name`.md to read, and `name`.jsonl as data, one rollout a line."""
-  folder = pathlib.Path(folder)
-  body = '\n'.join(trajectory_text(rollout, decode) for rollout in rollouts)
-  write_text(folder / f'{name}.md', f'# {title}\n\n{body or "No rollouts."}\n')
-  data = [json.dumps(trajectory_data(rollout, decode), ensure_ascii=False, allow_nan=False) for rollout in rollouts]
-  write_text(folder / f'{name}.jsonl', ''.join(line + '\n' for line in data))
+def write_samples(
+    folder: str | os.PathLike[str], step: int, name: str, rollouts: Sequence[Rollout], tokenizer: Any
+) -> pathlib.Path:
+  """Writes `rollouts` twice: STEP_NAME.md to read, and STEP_NAME.jsonl as data, one rollout a line. Returns the path to read."""
+  stem = f'{step:06d}_{name.replace(" ", "_")}'
+  readable = pathlib.Path(folder) / f'{stem}.md'
+  body = '\n'.join(trajectory_text(rollout, tokenizer.decode) for rollout in rollouts)
+  write_text(readable, f'# Sample trajectories at learner step {step} ({name})\n\n{body or "No rollouts."}\n')
+  data = [json.dumps(trajectory_data(rollout, tokenizer.decode), ensure_ascii=False, allow_nan=False) for rollout in rollouts]
+  write_text(readable.with_suffix('.jsonl'), ''.join(line + '\n' for line in data))
+  return readable
+
+
+def append_line(path: str | os.PathLike[str], value: Any) -> None:
+  """Appends `value` as one line of JSON, in one write; folders are made."""
+  path = pathlib.Path(path)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with open(path, 'a', encoding='utf-8', errors='backslashreplace') as file:
+    file.write(json.dumps(plain(value), ensure_ascii=False, allow_nan=False) + '\n')

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from sao_jax import report
-from sao_jax.types import Rollout
+from sao_jax.types import Rollout, Stat
+
+EVALUATED = {'': 0.5, '_low': 0.4, '_high': 0.6}
 
 
 class Terminal(io.StringIO):
@@ -27,6 +29,12 @@ def make_rollout(text: str = 'Qaabb', mask: str = '.xx.x', turns: str = '00001',
   return Rollout(**{**fields, **changes})
 
 
+class Tokenizer:
+
+  def decode(self, ids):
+    return decode(ids)
+
+
 def decode(ids):
   return bytes(ids).decode('utf-8', 'surrogateescape')
 
@@ -38,34 +46,58 @@ def test_plain_lines_without_a_terminal(monkeypatch):
   now = [0.0]
   monkeypatch.setattr(report.time, 'monotonic', lambda: now[0])
   stream = io.StringIO()
-  with report.Progress(10, 'rl', enabled=True, stream=stream, every_s=5.0) as progress:
-    for done in range(1, 11):
-      now[0] += 2.0
-      progress.update(done, success=done / 10, entropy=math.nan)
-    progress.note('saved')
-  lines = stream.getvalue().splitlines()
-  assert lines == [
-      'rl: 3/10 after 6 s success 0.3 entropy -', 'rl: 6/10 after 12 s success 0.6 entropy -', 'rl: 9/10 after 18 s success 0.9 entropy -',
-      'saved', 'rl: 10/10 after 20 s success 1 entropy -']
+  bar = report.ProgressBar(enabled=True, stream=stream, every_s=5.0)
+  for done in range(1, 6):
+    now[0] += 2.0
+    bar.update('sft', done, 5)
+    bar.show('sft', {'sft/loss': Stat(np.float32(done), np.float32(2)), 'other': 3.0})
+  bar.line('saved')
+  for done in range(1, 3):
+    now[0] += 2.0
+    bar.update('rl', done, 9)
+    bar.show('rl', {'reward/success': Stat(0.0, 0.0), 'reward/mean': 0.25})
+  bar.close()
+  bar.close()  # A second close is harmless.
+  assert stream.getvalue().splitlines() == [
+      'sft: 3/5 after 4 s, loss 1', 'saved', 'sft: 5/5 after 10 s, loss 2.5', 'rl: 2/9 after 2 s, reward 0.25']
   assert '\r' not in stream.getvalue()
+
+
+def test_plain_notes_are_rare(monkeypatch):
+  now = [0.0]
+  monkeypatch.setattr(report.time, 'monotonic', lambda: now[0])
+  stream = io.StringIO()
+  bar = report.ProgressBar(enabled=True, stream=stream, every_s=5.0)
+  for done in range(12):
+    now[0] += 1.0
+    bar.note(f'evaluation {done}')
+  bar.waiting(4.0, 'x')
+  assert stream.getvalue().splitlines() == ['evaluation 4', 'evaluation 9']
 
 
 def test_bar_on_a_terminal():
   stream = Terminal()
-  progress = report.Progress(4, 'rl', enabled=True, stream=stream)
+  bar = report.ProgressBar(enabled=True, stream=stream)
   for done in range(1, 5):
-    progress.update(done, loss=0.25)
-  progress.note('evaluated')
-  progress.close()
-  progress.close()  # A second close is harmless.
-  assert '4/4' in stream.getvalue() and 'loss 0.25' in stream.getvalue() and 'evaluated' in stream.getvalue()
+    bar.update('rl', done, 4)
+    bar.show('rl', {'value/loss': 0.25})
+  bar.note('evaluation 3/4')
+  bar.waiting(9.0, '3 rollouts in flight')
+  bar.line('still alive')
+  bar.close()
+  for text in ('4/4', 'value loss 0.25', 'evaluation 3/4', 'waiting for rollouts since 9 s, 3 rollouts in flight', 'still alive'):
+    assert text in stream.getvalue()
 
 
 @pytest.mark.parametrize('stream', [io.StringIO(), Terminal()])
 def test_disabled_progress_writes_nothing(stream):
-  with report.Progress(4, 'rl', enabled=False, stream=stream) as progress:
-    progress.update(4, loss=1.0)
-    progress.note('x')
+  bar = report.ProgressBar(enabled=False, stream=stream, every_s=0.0)
+  bar.update('rl', 4, 4)
+  bar.show('rl', {'value/loss': 1.0})
+  bar.note('x')
+  bar.line('x')
+  bar.waiting(100.0, 'x')
+  bar.close()
   assert stream.getvalue() == ''
 
 
@@ -115,15 +147,17 @@ def test_trailing_mean():
 
 
 def test_learning_curve_is_a_png(tmp_path):
-  metrics, png = tmp_path / 'metrics.jsonl', tmp_path / 'curve.png'
+  metrics = tmp_path / 'metrics.jsonl'
+  assert report.learning_curve(tmp_path) is None
   metrics.write_text('')
-  assert not report.learning_curve(metrics, png, title='t') and not png.exists()
+  assert report.learning_curve(tmp_path) is None and len(list(tmp_path.iterdir())) == 1
   rows = [{'step': s, 'reward/success': s / 20, 'value/explained_variance': 0.1 * s, 'dis/above': 0.0, 'dis/below': 0.01} for s in range(20)]
-  rows += [{'step': s, 'evaluation/success_temperature_1': 0.5, 'evaluation/success_greedy': 0.9} for s in (0, 19)]
+  rows += [{'step': s, **{f'evaluation/{k}/success{e}': v for k in ('greedy', 'temperature_1') for e, v in EVALUATED.items()}} for s in (0, 19)]
   metrics.write_text(''.join(json.dumps(row) + '\n' for row in rows))
-  assert report.learning_curve(metrics, png, title='calculator, seed 0')
+  (tmp_path / 'config.json').write_text('{"task": {"name": "calculator"}, "seed": 0}')
+  png = report.learning_curve(tmp_path)
   assert png.read_bytes().startswith(b'\x89PNG') and png.stat().st_size > 10_000
-  assert sorted(p.name for p in tmp_path.iterdir()) == ['curve.png', 'metrics.jsonl']
+  assert sorted(p.name for p in tmp_path.iterdir()) == ['config.json', 'learning_curve.png', 'metrics.jsonl']
 
 
 # --- Trajectories ---
@@ -155,10 +189,9 @@ def test_text_of_the_policy_cannot_break_the_page():
 def test_samples_are_readable_and_data(tmp_path):
   rollout = make_rollout(metrics={'success': 1.0, 'other': math.nan})
   odd = make_rollout(tokens=np.array([81, 200, 97, 98, 99], np.int32))  # Bytes that are no UTF-8.
-  report.write_samples(tmp_path, 'before', [rollout, odd], decode, title='Before')
-  data = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / 'before.jsonl').read_text().splitlines()]
+  path = report.write_samples(tmp_path, 40, 'step 20', [rollout, odd], Tokenizer())
+  assert path.name == '000040_step_20.md' and path.read_text().startswith('# Sample trajectories at learner step 40')
+  data = [json.loads(line, parse_constant=pytest.fail) for line in path.with_suffix('.jsonl').read_text().splitlines()]
   assert len(data) == 2 and data[0]['tokens'] == rollout.tokens.tolist() and data[0]['metrics'] == {'success': 1.0, 'other': None}
   assert ''.join(s['text'] for s in data[0]['segments']) == 'Qaabb'
-  assert (tmp_path / 'before.md').read_text().startswith('# Before\n')
-  report.write_samples(tmp_path, 'none', [], decode, title='None')
-  assert 'No rollouts.' in (tmp_path / 'none.md').read_text()
+  assert 'No rollouts.' in report.write_samples(tmp_path, 0, 'none', [], Tokenizer()).read_text()
