@@ -68,7 +68,7 @@ class RolloutQueue:
     if batch_size < 1 or max_staleness < 0:
       raise ValueError(f'batch_size must be at least 1 and max_staleness at least 0, got {batch_size} and {max_staleness}.')
     if capacity < batch_size:
-      raise ValueError(f'queue.capacity must hold at least one batch of {batch_size}, got {capacity}; raise it, or lower learner.batch_size.')
+      raise ValueError(f'queue.capacity must hold a batch of {batch_size}, got {capacity}; raise it, or lower learner.batch_size.')
     if overdue not in OVERDUE or truncation not in TRUNCATION:
       raise ValueError(f'overdue must be one of {OVERDUE} and truncation one of {TRUNCATION}, got {overdue!r} and {truncation!r}.')
     self._capacity, self._batch_size, self._max_staleness = capacity, batch_size, max_staleness
@@ -199,7 +199,7 @@ class RolloutQueue:
   # --- Learner's side ----------------------------------------------------------------------------------------------------------
 
   def take(self, version: int, timeout_s: float) -> list[Rollout] | None:
-    """The batch of the step at `version`; exactly `batch_size` rollouts, those that must be in this step first, then in order of completion.
+    """The batch of the step at `version`: `batch_size` rollouts, those that must be in this step first, then in order of completion.
 
     Waits up to `timeout_s` seconds of real time. None when no batch could be made by then, or the queue is closed.
 

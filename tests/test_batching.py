@@ -4,8 +4,8 @@ from hypothesis import given, settings, strategies as st
 import numpy as np
 import pytest
 
-from rollout_factory import make_rollout
 from sao_jax import batching
+from tests.rollout_factory import make_rollout
 
 FIELDS = ('tokens', 'action_mask', 'behaviour_log_prob', 'reward', 'policy_version', 'turn')
 

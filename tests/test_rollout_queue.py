@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from rollout_factory import make_rollout
 from sao_jax import rollout_queue
 from sao_jax.rollout_queue import RolloutQueue
+from tests.rollout_factory import make_rollout
 
 DEADLINE_S = 10.0  # Of the threads in these tests.
 
@@ -364,7 +364,7 @@ def test_learner_misuse():
 
 
 @pytest.mark.parametrize('settings, words', [
-    (dict(capacity=3), 'at least one batch of 4, got 3'),
+    (dict(capacity=3), 'hold a batch of 4, got 3'),
     (dict(batch_size=0), 'batch_size'),
     (dict(max_staleness=-1), 'max_staleness'),
     (dict(overdue='ignore'), 'overdue'),
