@@ -67,6 +67,7 @@ class SamplerConfig:
   chunk_steps: int = 8  # Decode steps of one jitted call.
   prefill_lengths: tuple[int, ...] = (16, 64)  # Buckets of new tokens; longer prompts go in several chunks of the last one.
   prefill_rows: tuple[int, ...] = (8, 64)  # Buckets of rows in one prefill call.
+  prefill_chunks: int = 4  # Prefill calls in a row for a long prompt, before the others decode their next chunk.
   cache_lengths: tuple[int, ...] = ()  # Buckets of cached length seen by attention; () for powers of two of pages up to the longest.
   temperature: float = 1.0
   top_p: float = 1.0
@@ -157,6 +158,7 @@ class ValuePretrainConfig:
 
   rollouts: int = 0  # 0: no such stage.
   epochs: int = 2
+  freeze: str = 'nothing'  # As `learner.value_freeze`, in this stage: the method freezes attention during RL alone.
   optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
 
 
@@ -217,6 +219,7 @@ CHOICES = {
     'algorithm.truncation': ('bootstrap', 'zero', 'drop'),
     'algorithm.advantage_values': ('after_update', 'before_update'),
     'learner.value_freeze': ('attention_and_embeddings', 'nothing'),
+    'value_pretrain.freeze': ('attention_and_embeddings', 'nothing'),
     'queue.overdue': ('wait', 'drop', 'use'),
     'clock.kind': ('wall', 'virtual'),
 }
