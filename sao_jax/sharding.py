@@ -142,6 +142,16 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
+def batch_parts(mesh: Mesh) -> int:
+  """Number of pieces into which the mesh splits a batch."""
+  return math.prod(mesh.shape[a] for a in BATCH_AXES)
+
+
+def activation_sharding(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh, rules: Rules = ACTIVATION_RULES) -> NamedSharding:
+  """Sharding of one activation or cache array; a dimension that the mesh does not divide stays whole."""
+  return NamedSharding(mesh, _fit(axes, shape, mesh, rules, lambda name: True, 'activation'))
+
+
 def shard_fn(mesh: Mesh, rules: Rules = ACTIVATION_RULES) -> Callable[[jax.Array, tuple[str | None, ...]], jax.Array]:
   """The `shard(x, logical_axes)` that a model calls on its activations, inside jit.
 
@@ -149,8 +159,7 @@ def shard_fn(mesh: Mesh, rules: Rules = ACTIVATION_RULES) -> Callable[[jax.Array
   """
 
   def shard(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-    spec = _fit(axes, x.shape, mesh, rules, lambda name: True, 'activation')
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    return jax.lax.with_sharding_constraint(x, activation_sharding(axes, x.shape, mesh, rules))
 
   return shard
 
