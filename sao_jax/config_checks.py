@@ -65,6 +65,7 @@ RANGES: dict[str, Interval] = {
     'sampler.page_size': SIZE,
     'sampler.pages': ANY_SIZE,
     'sampler.chunk_steps': SIZE,
+    'sampler.prefill_chunks': SIZE,
     'sampler.top_p': Interval(0, 1, low_open=True),
     'sampler.top_k': ANY_SIZE,
     'algorithm.epsilon_low': Interval(0, 1, low_open=True),
