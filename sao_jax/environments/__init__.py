@@ -10,6 +10,8 @@ from sao_jax.environments.base import AsyncEnvironment, Environment, Environment
 
 REGISTRY = {  # name -> (module, class)
     'calculator': ('sao_jax.environments.calculator', 'Calculator'),
+    'reasoning_gym': ('sao_jax.environments.reasoning_gym', 'ReasoningGym'),
+    'scripted': ('sao_jax.environments.scripted', 'Scripted'),
 }
 
 __all__ = ['AsyncEnvironment', 'Environment', 'EnvironmentFailure', 'Observation', 'REGISTRY', 'StepResult', 'Task', 'make', 'register']
