@@ -36,6 +36,7 @@ class ModelConfig:
   compute_dtype: str = 'float32'
   param_dtype: str = 'float32'
   attention: str = 'dense'  # 'dense' scores, or 'blockwise' (memory linear in length).
+  attention_block: int = 256  # Positions in a block of blockwise attention.
   pretrained: str = ''  # '' for random weights; 'smollm2-135m-instruct', or the path of a .gguf file: its shape then replaces this one.
   tokenizer: str = 'byte'  # 'byte', or 'pretrained'.
 
@@ -211,6 +212,7 @@ CHOICES = {
     'model.attention': ('dense', 'blockwise'),
     'model.compute_dtype': ('float32', 'bfloat16'),
     'model.param_dtype': ('float32', 'bfloat16'),
+    'model.tokenizer': ('byte', 'pretrained'),
     'sampler.dtype': ('float32', 'bfloat16'),
     'sampler.on_update': ('keep_cache', 'recompute_cache', 'finish_first'),
     'algorithm.advantage': ('skip_observation_gae', 'reinforce_batch_centred'),

@@ -49,7 +49,8 @@ SEED = Interval(0, 2**32 - 1)
 RANGES: dict[str, Interval] = {
     'seed': SEED,
     **{f'model.{name}': SIZE for name in (
-        'vocab_size', 'embed_dim', 'num_layers', 'num_heads', 'num_kv_heads', 'head_dim', 'mlp_dim')},
+        'vocab_size', 'embed_dim', 'num_layers', 'num_heads', 'num_kv_heads', 'head_dim', 'mlp_dim',
+        'attention_block')},
     'model.max_length': Interval(2),
     'model.rope_theta': POSITIVE,
     'model.norm_eps': POSITIVE,

@@ -19,6 +19,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence, TextIO
 import numpy as np
 from tqdm import tqdm
 
+from sao_jax.metrics import read_rows
 from sao_jax.types import Rollout, Stat
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'chex', 'numpy', 'ml_collections')
@@ -137,15 +138,17 @@ def _mean(value: Any) -> float:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-  """Writes `text` to `path` as UTF-8, whole or not at all; folders are made. A lone surrogate is written as its escape.
+  """Writes `text` to `path` as UTF-8, whole or not at all; a lone surrogate is written as its escape."""
+  write_bytes(path, text.encode('utf-8', 'backslashreplace'))
 
-  Raises: OSError, naming the path, where it cannot be written.
-  """
+
+def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
+  """Writes `data` to `path`, whole or not at all; folders are made. Raises OSError, naming the path, where it cannot be written."""
   path = pathlib.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
   temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
   try:
-    temporary.write_bytes(text.encode('utf-8', 'backslashreplace'))
+    temporary.write_bytes(data)
     os.replace(temporary, path)
   finally:
     temporary.unlink(missing_ok=True)
@@ -173,11 +176,6 @@ def plain(value: Any) -> Any:
   raise TypeError(f'A {type(value).__name__} cannot be written as JSON: {value!r}.')
 
 
-def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
-  """Writes what a run did. Raises TypeError for a value without a JSON form."""
-  write_json(path, summary)
-
-
 def package_versions() -> dict[str, str]:
   """Versions of Python and of the packages that decide results; a package that is not installed is left out."""
   versions = {'python': '.'.join(map(str, sys.version_info[:3]))}
@@ -189,20 +187,17 @@ def package_versions() -> dict[str, str]:
   return versions
 
 
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-  """Rows of a `metrics.jsonl`. A last line cut short by a killed process is left out; any other bad line is a ValueError."""
-  lines = pathlib.Path(path).read_text(encoding='utf-8').split('\n')
-  rows = []
-  for number, line in enumerate(lines, start=1):
-    if not line.strip():
-      continue
-    try:
-      rows.append(json.loads(line))
-    except json.JSONDecodeError as error:
-      if number == len(lines):  # No newline after it: the process died while writing.
-        break
-      raise ValueError(f'{path}, line {number} is not JSON: {error}.') from error
-  return rows
+def append_line(path: str | os.PathLike[str], value: Any) -> None:
+  """Adds `value` as one line of strict JSON to the end of `path`; folders are made."""
+  path = pathlib.Path(path)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with open(path, 'ab') as file:
+    file.write(json_line(value))
+
+
+def json_line(value: Any) -> bytes:
+  """`value` as one line of strict JSON."""
+  return (json.dumps(plain(value), ensure_ascii=False, allow_nan=False) + '\n').encode('utf-8', 'backslashreplace')
 
 
 # --- Learning curve ------------------------------------------------------------------------------------------------------------
@@ -211,8 +206,8 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 PANELS = (
     ('Success', (
         ('reward/success', 'training rollouts', {'color': '0.75', 'linewidth': 1.0}),
-        ('evaluation/temperature_1/success', 'held out, temperature 1', {'color': 'tab:blue', 'marker': 'o'}),
-        ('evaluation/greedy/success', 'held out, greedy', {'color': 'tab:green', 'marker': 's'}))),
+        ('evaluation/success_temperature_1', 'held out, temperature 1', {'color': 'tab:blue', 'marker': 'o'}),
+        ('evaluation/success_greedy', 'held out, greedy', {'color': 'tab:green', 'marker': 's'}))),
     ('Explained variance of the value model', (('value/explained_variance', None, {'color': 'tab:purple'}),)),
     ('Share of action tokens outside the band', (
         ('dis/above', 'above', {'color': 'tab:red'}), ('dis/below', 'below', {'color': 'tab:orange'}))),
@@ -220,39 +215,41 @@ PANELS = (
         ('queue/staleness_max', 'max', {'color': '0.6'}), ('queue/staleness_mean', 'mean', {'color': 'tab:blue'}))),
 )
 SMOOTHED = 'reward/success'
+INTERVALS = {  # Metric -> its 95 % interval.
+    f'evaluation/success_{name}': (f'evaluation/success_low_{name}', f'evaluation/success_high_{name}')
+    for name in ('temperature_1', 'greedy')
+}
 
 
-def learning_curve(workdir: str | os.PathLike[str]) -> pathlib.Path | None:
-  """Draws `learning_curve.png` of a run from its `metrics.jsonl`, with 95 % intervals around held-out success.
+def learning_curve(metrics_path: str | os.PathLike[str], png_path: str | os.PathLike[str], *, title: str) -> bool:
+  """Draws the learning curve of a run from its `metrics.jsonl`, with 95 % intervals around held-out success.
 
-  Returns: the path of the picture, or None, and no picture, where there is nothing to draw yet.
+  Returns: False, and no picture is drawn, where there is nothing to draw yet.
   """
   from matplotlib.backends.backend_agg import FigureCanvasAgg  # No pyplot: no global state, no display.
   from matplotlib.figure import Figure
 
-  workdir = pathlib.Path(workdir)
-  rows = read_metrics(workdir / 'metrics.jsonl') if (workdir / 'metrics.jsonl').exists() else []
+  rows = read_rows(metrics_path) if pathlib.Path(metrics_path).exists() else []
   panels = [(name, [line for line in lines if series(rows, line[0])]) for name, lines in PANELS]
   panels = [(name, lines) for name, lines in panels if lines]
   if not panels:
-    return None
+    return False
   columns = min(2, len(panels))
   down = -(-len(panels) // columns)
   figure = Figure(figsize=(5.5 * columns, 3.4 * down), layout='constrained')
   FigureCanvasAgg(figure)
   for place, (name, lines) in enumerate(panels, start=1):
     _draw_panel(figure.add_subplot(down, columns, place), name, lines, rows)
-  figure.suptitle(_title(workdir))
-  path = workdir / 'learning_curve.png'
-  _save_figure(figure, path)
-  return path
+  figure.suptitle(title)
+  _save_figure(figure, pathlib.Path(png_path))
+  return True
 
 
 def _draw_panel(axes: Any, name: str, lines: Sequence[tuple[str, str | None, dict[str, Any]]], rows: Sequence[Mapping[str, Any]]) -> None:
   for metric, label, style in lines:
     steps, values = zip(*series(rows, metric))
     axes.plot(steps, values, label=label, **style)
-    low, high = series(rows, f'{metric}_low'), series(rows, f'{metric}_high')
+    low, high = (series(rows, bound) for bound in INTERVALS.get(metric, ('', '')))
     if len(low) == len(high) == len(steps):
       axes.fill_between(steps, [v for _, v in low], [v for _, v in high], color=style['color'], alpha=0.15, linewidth=0)
     if metric == SMOOTHED and len(values) >= 8:
@@ -264,14 +261,6 @@ def _draw_panel(axes: Any, name: str, lines: Sequence[tuple[str, str | None, dic
     axes.set_ylim(-0.02, 1.02)
   if any(label for _, label, _ in lines):
     axes.legend(fontsize=8)
-
-
-def _title(workdir: pathlib.Path) -> str:
-  try:
-    settings = json.loads((workdir / 'config.json').read_text(encoding='utf-8'))
-    return f'{settings["task"]["name"]}, seed {settings["seed"]}'
-  except FileNotFoundError:
-    return workdir.name
 
 
 def _save_figure(figure: Any, path: pathlib.Path) -> None:
@@ -359,22 +348,9 @@ def trajectory_data(rollout: Rollout, decode: Decode) -> dict[str, Any]:
   return {**plain(rollout), 'segments': [plain(s) for s in segments(rollout, decode)]}
 
 
-def write_samples(
-    folder: str | os.PathLike[str], step: int, name: str, rollouts: Sequence[Rollout], tokenizer: Any
-) -> pathlib.Path:
-  """Writes `rollouts` twice: STEP_NAME.md to read, and STEP_NAME.jsonl as data, one rollout a line. Returns the path to read."""
-  stem = f'{step:06d}_{name.replace(" ", "_")}'
-  readable = pathlib.Path(folder) / f'{stem}.md'
-  body = '\n'.join(trajectory_text(rollout, tokenizer.decode) for rollout in rollouts)
-  write_text(readable, f'# Sample trajectories at learner step {step} ({name})\n\n{body or "No rollouts."}\n')
-  data = [json.dumps(trajectory_data(rollout, tokenizer.decode), ensure_ascii=False, allow_nan=False) for rollout in rollouts]
-  write_text(readable.with_suffix('.jsonl'), ''.join(line + '\n' for line in data))
-  return readable
-
-
-def append_line(path: str | os.PathLike[str], value: Any) -> None:
-  """Appends `value` as one line of JSON, in one write; folders are made."""
-  path = pathlib.Path(path)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  with open(path, 'a', encoding='utf-8', errors='backslashreplace') as file:
-    file.write(json.dumps(plain(value), ensure_ascii=False, allow_nan=False) + '\n')
+def write_samples(folder: str | os.PathLike[str], name: str, rollouts: Sequence[Rollout], decode: Decode, *, title: str) -> None:
+  """Writes `rollouts` to `folder` twice: `name`.md to read, and `name`.jsonl as data, one rollout a line."""
+  folder = pathlib.Path(folder)
+  body = '\n'.join(trajectory_text(rollout, decode) for rollout in rollouts)
+  write_text(folder / f'{name}.md', f'# {title}\n\n{body or "No rollouts."}\n')
+  write_bytes(folder / f'{name}.jsonl', b''.join(json_line(trajectory_data(rollout, decode)) for rollout in rollouts))

@@ -109,7 +109,7 @@ def test_import_changes_no_environment(path):
   for pattern in ('os.environ[', 'os.environ.setdefault', 'os.environ.update', 'os.putenv', 'XLA_FLAGS', 'xla_force_host'):
     assert pattern not in text, f'{path.name} contains {pattern}'
   for node in tree.body:
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and not ast.unparse(node.value.func).endswith('.defvjp'):
       pytest.fail(f'{path.name}, line {node.lineno}: a call while importing: {ast.unparse(node)}')
 
 

@@ -29,12 +29,6 @@ def make_rollout(text: str = 'Qaabb', mask: str = '.xx.x', turns: str = '00001',
   return Rollout(**{**fields, **changes})
 
 
-class Tokenizer:
-
-  def decode(self, ids):
-    return decode(ids)
-
-
 def decode(ids):
   return bytes(ids).decode('utf-8', 'surrogateescape')
 
@@ -128,15 +122,6 @@ def test_package_versions():
 # --- Metrics and the curve ---
 
 
-def test_read_metrics_forgives_only_a_cut_last_line(tmp_path):
-  path = tmp_path / 'metrics.jsonl'
-  path.write_text('{"step": 1, "a": 2}\n{"step": 2, "a"')
-  assert report.read_metrics(path) == [{'step': 1, 'a': 2}]
-  path.write_text('{"step": 1, "a"\n{"step": 2, "a": 3}\n')
-  with pytest.raises(ValueError, match='line 1'):
-    report.read_metrics(path)
-
-
 def test_series_leaves_out_missing_and_null():
   rows = [{'step': 1, 'a': 1.0}, {'step': 2}, {'step': 3, 'a': None}, {'step': 4, 'a': 0}]
   assert report.series(rows, 'a') == [(1, 1.0), (4, 0)]
@@ -147,17 +132,17 @@ def test_trailing_mean():
 
 
 def test_learning_curve_is_a_png(tmp_path):
-  metrics = tmp_path / 'metrics.jsonl'
-  assert report.learning_curve(tmp_path) is None
+  metrics, png = tmp_path / 'metrics.jsonl', tmp_path / 'curve.png'
+  assert not report.learning_curve(metrics, png, title='none') and not png.exists()
   metrics.write_text('')
-  assert report.learning_curve(tmp_path) is None and len(list(tmp_path.iterdir())) == 1
+  assert not report.learning_curve(metrics, png, title='none') and not png.exists()
   rows = [{'step': s, 'reward/success': s / 20, 'value/explained_variance': 0.1 * s, 'dis/above': 0.0, 'dis/below': 0.01} for s in range(20)]
-  rows += [{'step': s, **{f'evaluation/{k}/success{e}': v for k in ('greedy', 'temperature_1') for e, v in EVALUATED.items()}} for s in (0, 19)]
+  evaluated = {f'evaluation/success{end}_{name}': value for name in ('greedy', 'temperature_1') for end, value in EVALUATED.items()}
+  rows += [{'step': s, **evaluated} for s in (0, 19)]
   metrics.write_text(''.join(json.dumps(row) + '\n' for row in rows))
-  (tmp_path / 'config.json').write_text('{"task": {"name": "calculator"}, "seed": 0}')
-  png = report.learning_curve(tmp_path)
+  assert report.learning_curve(metrics, png, title='calculator, seed 0')
   assert png.read_bytes().startswith(b'\x89PNG') and png.stat().st_size > 10_000
-  assert sorted(p.name for p in tmp_path.iterdir()) == ['config.json', 'learning_curve.png', 'metrics.jsonl']
+  assert sorted(p.name for p in tmp_path.iterdir()) == ['curve.png', 'metrics.jsonl']
 
 
 # --- Trajectories ---
@@ -189,9 +174,17 @@ def test_text_of_the_policy_cannot_break_the_page():
 def test_samples_are_readable_and_data(tmp_path):
   rollout = make_rollout(metrics={'success': 1.0, 'other': math.nan})
   odd = make_rollout(tokens=np.array([81, 200, 97, 98, 99], np.int32))  # Bytes that are no UTF-8.
-  path = report.write_samples(tmp_path, 40, 'step 20', [rollout, odd], Tokenizer())
-  assert path.name == '000040_step_20.md' and path.read_text().startswith('# Sample trajectories at learner step 40')
-  data = [json.loads(line, parse_constant=pytest.fail) for line in path.with_suffix('.jsonl').read_text().splitlines()]
+  report.write_samples(tmp_path, 'before', [rollout, odd], decode, title='Before')
+  data = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / 'before.jsonl').read_text().splitlines()]
   assert len(data) == 2 and data[0]['tokens'] == rollout.tokens.tolist() and data[0]['metrics'] == {'success': 1.0, 'other': None}
   assert ''.join(s['text'] for s in data[0]['segments']) == 'Qaabb'
-  assert 'No rollouts.' in report.write_samples(tmp_path, 0, 'none', [], Tokenizer()).read_text()
+  assert (tmp_path / 'before.md').read_text().startswith('# Before\n')
+  report.write_samples(tmp_path, 'none', [], decode, title='None')
+  assert 'No rollouts.' in (tmp_path / 'none.md').read_text() and (tmp_path / 'none.jsonl').read_bytes() == b''
+
+
+def test_lines_are_appended(tmp_path):
+  path = tmp_path / 'rollouts' / 'quarantine.jsonl'
+  for reason in ('late', 'odd'):
+    report.append_line(path, {'reason': reason, 'x': math.inf})
+  assert [json.loads(line) for line in path.read_text().splitlines()] == [{'reason': 'late', 'x': None}, {'reason': 'odd', 'x': None}]
