@@ -152,6 +152,9 @@ class MetricsWriter:
   """Writes rows to `metrics.jsonl` in `workdir`, and to TensorBoard events beside it.
 
   Each row is flushed: after kill -9 at most the row being written is missing. One writer a workdir, from one thread.
+
+  Attributes:
+    last: the newest row of the file, {'step', 'time' (seconds since 1970), name: number or None}; empty if there is none.
   """
 
   def __init__(self, workdir: str | os.PathLike[str], tensorboard: bool, resume_step: int | None):
@@ -166,6 +169,7 @@ class MetricsWriter:
       OSError: the folder cannot be written; the message names it.
     """
     self._path = pathlib.Path(workdir) / 'metrics.jsonl'
+    self.last: dict[str, float | None] = {}
     try:
       self._path.parent.mkdir(parents=True, exist_ok=True)
       self._rewind(resume_step)
@@ -174,8 +178,8 @@ class MetricsWriter:
       raise OSError(error.errno, f'metrics cannot be written to {self._path}: {error.strerror}; choose a writable workdir') from error
     self._events = _event_writer(workdir, resume_step) if tensorboard else None
 
-  def write(self, step: int, values: Mapping[str, Value]) -> dict[str, float | None]:
-    """Writes one row and returns it: {'step', 'time' (seconds since 1970), name: number or None}. Fetches what is on a device."""
+  def write(self, step: int, values: Mapping[str, Value]) -> None:
+    """Writes one row. Fetches what is on a device."""
     names = [name for name in values if name in RESERVED]
     if names:
       raise ValueError(f'A metric cannot be named {names[0]!r}.')
@@ -191,7 +195,7 @@ class MetricsWriter:
         if name not in RESERVED and number is not None:
           self._events.add_scalar(name, number, int(step), walltime=row['time'])
       self._events.flush()
-    return row
+    self.last = row
 
   def close(self) -> None:
     """Closes the files; may be called again."""
@@ -208,6 +212,7 @@ class MetricsWriter:
     fresh = self._path.with_suffix('.jsonl.new')
     fresh.write_text(''.join(json.dumps(row) + '\n' for row in kept), encoding='utf-8')
     os.replace(fresh, self._path)
+    self.last = kept[-1] if kept else {}
 
 
 def _event_writer(workdir: str | os.PathLike[str], resume_step: int | None) -> Any:

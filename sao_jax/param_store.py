@@ -15,7 +15,7 @@ from typing import Callable
 
 import jax
 
-from sao_jax.types import Params, ParamSnapshot, Stat
+from sao_jax.types import Params, ParamSnapshot
 
 
 class ParamStore:
@@ -31,11 +31,11 @@ class ParamStore:
         buffer with its argument, which the learner donates at its next update.
       params: the learner's.
       version: of `params`; not 0 when a run is resumed.
-      clock: seconds, for `metrics`.
+      clock: seconds, for `publish_s`.
     """
     self._convert, self._clock = convert, clock
     self._publishing = threading.Lock()
-    self._published_s: list[float] = []
+    self.publish_s = 0.0  # Seconds that the last publish took, conversion included.
     self._snapshot = ParamSnapshot(version, self._converted(params))
 
   def publish(self, params: Params) -> ParamSnapshot:
@@ -44,7 +44,7 @@ class ParamStore:
       began_s = self._clock()
       snapshot = ParamSnapshot(self._snapshot.version + 1, self._converted(params))
       self._snapshot = snapshot
-      self._published_s.append(self._clock() - began_s)
+      self.publish_s = self._clock() - began_s
     return snapshot
 
   def latest(self) -> ParamSnapshot:
@@ -55,12 +55,6 @@ class ParamStore:
   def version(self) -> int:
     """Version of the newest snapshot."""
     return self._snapshot.version
-
-  def metrics(self) -> dict[str, Stat]:
-    """'time/publish_s': seconds of each publish since the last call."""
-    with self._publishing:
-      published_s, self._published_s = self._published_s, []
-    return {'time/publish_s': Stat(sum(published_s), float(len(published_s)))}
 
   def _converted(self, params: Params) -> Params:
     converted = self._convert(params)

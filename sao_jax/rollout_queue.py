@@ -179,15 +179,17 @@ class RolloutQueue:
       self._end(ticket, reason)
       self._condition.notify_all()
 
-  def overdue_running(self) -> list[int]:
+  def overdue_running(self, version: int) -> list[int]:
     """Running tickets that will be dropped when they finish, in order of admission; empty unless overdue is 'drop'.
 
-    One that has drawn nothing is listed too as long as its reported bound is old; leave it alone, its bound is still to rise.
+    Args:
+      version: that the sampler draws with. A ticket whose bound is no older has drawn nothing overdue; call `set_oldest` first, so that
+        this holds for all that have drawn nothing yet.
     """
     with self._condition:
       if self._overdue != 'drop':
         return []
-      return [t for t, oldest in self._running.items() if oldest + self._max_staleness < self._version]
+      return [t for t, oldest in self._running.items() if oldest + self._max_staleness < self._version and oldest < version]
 
   def returned_prompts(self) -> list[tuple[int, int]]:
     """(prompt_id, next attempt) of overdue rollouts dropped since the last call; a prompt is returned once in a run, then lost to its

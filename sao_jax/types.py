@@ -118,7 +118,7 @@ class Stat:
   def mean(self):
     """total / count, and 0 where the count is 0 (jittable). Loggers skip a `Stat` of count 0 instead of writing 0."""
     count = self.count
-    return jax.numpy.where(count > 0, self.total / jax.numpy.maximum(count, 1), 0.0)
+    return jax.numpy.where(count > 0, self.total / jax.numpy.where(count > 0, count, 1), 0.0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -107,7 +107,9 @@ def test_a_turn_without_an_action_is_no_turn():
 
 def test_no_rollouts_write_nothing(tmp_path):
   writer = metrics.MetricsWriter(tmp_path, False, None)
-  assert set(writer.write(0, metrics.rollout_metrics([]))) == {'step', 'time'}
+  assert writer.last == {}
+  writer.write(0, metrics.rollout_metrics([]))
+  assert set(writer.last) == {'step', 'time'}
   writer.close()
 
 
@@ -140,8 +142,10 @@ def test_resume_drops_later_rows_and_a_half_written_one(tmp_path, tail):
     file.write(tail)
   writer = metrics.MetricsWriter(tmp_path, False, 2)
   assert [(row['step'], row['x'], row['y']) for row in rows_of(tmp_path)] == [(0, 0.0, None), (1, 1.0, None), (2, 2.0, None)]
+  assert writer.last['x'] == 2.0
   writer.write(3, {'x': 30.0})
   writer.close()
+  assert writer.last['x'] == 30.0
   assert [row['x'] for row in rows_of(tmp_path)] == [0.0, 1.0, 2.0, 30.0]
 
 

@@ -147,9 +147,10 @@ def test_a_later_first_token_releases_the_hold():
 
 def test_drop_goes_on_and_returns_the_prompt_once():
   queue = slow_and_fast('drop')
-  assert queue.overdue_running() == []
+  assert queue.overdue_running(1) == []
   assert step(queue) == [4, 5]
-  assert queue.overdue_running() == [0, 3]
+  assert queue.overdue_running(1) == queue.overdue_running(2) == [0, 3]
+  assert queue.overdue_running(0) == []  # A sampler that still has version 0 will draw with a later one first.
   finish(queue, 0, prompt_id=70), queue.drop(3, 'overdue', prompt=(73, 0))
   assert queue.accounting()['dropped'] == {'overdue': 2}
   assert queue.returned_prompts() == [(70, 1), (73, 1)] and queue.returned_prompts() == []
