@@ -251,10 +251,8 @@ def test_scripted_waits_and_close_ends_a_hang():
   start = time.monotonic()
   play(patient, patient.sample_task(0, 'train', 0), ['a\n'])
   assert time.monotonic() - start >= 0.06
-  start = time.monotonic()
   dreamer = scripted.Scripted(latency_s=1e6, latency_sigma=0.0, latency_max_s=1e6, sleep=False)
-  play(dreamer, dreamer.sample_task(0, 'train', 0), ['a\n'])
-  assert time.monotonic() - start < 60.0
+  play(dreamer, dreamer.sample_task(0, 'train', 0), ['a\n'])  # Would take 23 days if it slept.
 
 
 def test_scripted_demonstrations_have_the_noise_asked_for():
