@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -123,6 +124,27 @@ class Programs:
   def put(self, x: np.ndarray | tuple[np.ndarray, ...]) -> Any:
     """A host value on every device of the mesh, by explicit transfer."""
     return jax.device_put(x, self.whole)
+
+
+  def warm_up(self, params: Params, pool: kv_cache.Cache) -> kv_cache.Cache:
+    """Runs every function at every shape, writing nothing; takes the pool and gives it back."""
+    shapes, nowhere = self.shapes, self.shapes.pages * self.shapes.page_size
+    for rows, length, cached in itertools.product(shapes.prefill_rows, shapes.prefill_lengths, shapes.prefill_cached):
+      packed = np.full((rows, PREFILL_HEADER + 2 * length), nowhere, np.int32)
+      packed[:, : PREFILL_HEADER + length] = 0
+      pool = self.prefill(params, pool, *self.put((packed, np.zeros((rows, cached // shapes.page_size), np.int32))))
+    packed = np.full((shapes.slots, DECODE_HEADER + shapes.chunk_steps), nowhere, np.int32)
+    packed[:, :DECODE_HEADER] = 0
+    for cached in shapes.cached:
+      pages = cached // shapes.page_size
+      work = self.rebuild(pool, self.put(np.zeros((shapes.slots, pages), np.int32)))
+      for rows in shapes.prefill_rows:
+        skip = np.zeros((rows, 1 + pages), np.int32)
+        skip[:, 0] = shapes.slots
+        work = self.load(work, pool, self.put(skip))
+      scalars = self.put((np.int32(1), np.float32(1.0)))
+      pool, *_ = self.decode(params, pool, work, self.put(packed), *scalars, self.seed_key(self.put(np.zeros(2, np.uint32))))
+    return jax.block_until_ready(pool)
 
 
 @functools.lru_cache(maxsize=8)
