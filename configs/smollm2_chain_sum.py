@@ -19,7 +19,9 @@ def get_config() -> ConfigDict:
   config.model.tokenizer = 'pretrained'
 
   config.task.name = 'reasoning_gym'
-  config.task.settings = {'dataset': 'chain_sum', 'min_terms': 2, 'max_terms': 2, 'min_digits': 1, 'max_digits': 1}
+  config.task.settings = {
+      'dataset': 'chain_sum', 'params': {'min_terms': 2, 'max_terms': 3, 'min_digits': 1, 'max_digits': 1}, 'system_prompt': '',
+      'extraction': 'last_number'}
   config.task.max_turns = 1
   config.task.max_turn_tokens = 16
   config.task.max_tokens = 96
