@@ -76,7 +76,7 @@ def test_sizes_that_do_not_divide():
 
 
 @pytest.mark.parametrize('kind', [transformer.Policy, transformer.ValueModel])
-@pytest.mark.parametrize('scan', [False])
+@pytest.mark.parametrize('scan', [False, True])
 def test_partition_specs_are_the_golden_ones(kind, scan):
   model = dataclasses.replace(TINY, qk_norm=True, qkv_bias=True, tie_embeddings=False, scan_layers=scan)
   _, shapes, axes = transformer.abstract(kind, model)

@@ -4,7 +4,10 @@
     policy: logits [.., V] = hidden @ unembed        value model: scalar = hidden . head
 
 How queries see keys is not decided here: each block hands its rotated q, k, v and one layer of the caller's attention state to the
-`attend` function it was given. The learner passes `causal_attention` and no state, the sampler its cache.
+`attend` function it was given. The learner passes a function of `attention.py` and no state, the sampler its cache.
+
+Blocks are unrolled ('trunk.layers.3.mlp.up', one state per layer in a list), or with `scan_layers` stacked and scanned ('trunk.layers.mlp.up'
+with a leading axis 'layers', states stacked the same way). `stack_layers` and `unstack_layers` turn one into the other.
 
 Every parameter carries logical axis names in its metadata `axes`. Parameters travel as a flat dictionary from dotted path to array.
 """
@@ -15,13 +18,16 @@ from typing import Any, Callable
 
 from flax import nnx
 import jax
+from jax.sharding import Mesh
 import jax.numpy as jnp
+import numpy as np
 
+from sao_jax import sharding
 from sao_jax.config import ModelConfig
+from sao_jax.models.attention import Attend, blockwise_attention, causal_attention  # Re-exported: callers find them here.
 from sao_jax.types import Params
 
-# attend(q [B,T,H,d], k [B,T,K,d], v [B,T,K,d], state of one layer) -> (out [B,T,H,d], new state of that layer)
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+Rope = tuple[jax.Array, jax.Array]  # Cosine and sine, f32[B, T, 1, d/2].
 Shard = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
 
 
@@ -31,20 +37,29 @@ def no_shard(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
   return x
 
 
-def _param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int, dtype: Any) -> nnx.Param:
-  value = jax.random.truncated_normal(rngs.params(), -2.0, 2.0, shape, jnp.float32) * (fan_in**-0.5)
-  return nnx.Param(value.astype(dtype), axes=axes)
+class _Maker:
+  """Makes the parameters of one block, or of all blocks at once with a leading axis 'layers'."""
 
+  def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, stacked: bool = False):
+    self.dtype = jnp.dtype(config.param_dtype)
+    self.rngs = rngs
+    self.lead: tuple[int, ...] = (config.num_layers,) if stacked else ()
+    self.lead_axes: tuple[str, ...] = ('layers',) if stacked else ()
 
-def _constant(shape: tuple[int, ...], axes: tuple[str, ...], value: float, dtype: Any) -> nnx.Param:
-  return nnx.Param(jnp.full(shape, value, dtype), axes=axes)
+  def random(self, shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int) -> nnx.Param:
+    """Truncated normal with variance about 1 / fan_in."""
+    value = jax.random.truncated_normal(self.rngs.params(), -2.0, 2.0, self.lead + shape, jnp.float32) * (fan_in**-0.5)
+    return nnx.Param(value.astype(self.dtype), axes=self.lead_axes + axes)
+
+  def constant(self, shape: tuple[int, ...], axes: tuple[str, ...], value: float, dtype: Any = None) -> nnx.Param:
+    return nnx.Param(jnp.full(self.lead + shape, value, self.dtype if dtype is None else dtype), axes=self.lead_axes + axes)
 
 
 class RMSNorm(nnx.Module):
   """x / rms(x) * scale over the last axis, computed in float32."""
 
-  def __init__(self, size: int, axis: str, eps: float, dtype: Any):
-    self.scale = _constant((size,), (axis,), 1.0, dtype)
+  def __init__(self, size: int, axis: str, eps: float, make: _Maker):
+    self.scale = make.constant((size,), (axis,), 1.0)
     self.eps = eps
 
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -53,35 +68,43 @@ class RMSNorm(nnx.Module):
     return (y * self.scale[...].astype(jnp.float32)).astype(x.dtype)
 
 
-def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-  """Rotary embedding of x [B, T, N, d] at positions i32[B, T]: halves rotated, as in Hugging Face's Llama."""
-  half = x.shape[-1] // 2
-  frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)  # [d/2]
-  angle = positions.astype(jnp.float32)[..., None, None] * frequency  # [B, T, 1, d/2]
-  cos, sin = jnp.cos(angle), jnp.sin(angle)
-  a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+def rope_frequencies(head_dim: int, theta: float) -> np.ndarray:
+  """theta^(-2i/d) for i < d/2, f32[d/2]; computed in float64."""
+  return (theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)).astype(np.float32)
+
+
+def rope_table(positions: jax.Array, head_dim: int, theta: float) -> Rope:
+  """Cosine and sine of the rotary angles at positions i32[B, T]; made once for all layers."""
+  angle = positions.astype(jnp.float32)[..., None, None] * rope_frequencies(head_dim, theta)
+  return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: jax.Array, rope: Rope) -> jax.Array:
+  """Rotary embedding of x [B, T, N, d]: first and second half of d rotated against each other, as in Hugging Face's Llama."""
+  cos, sin = rope
+  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
 class Attention(nnx.Module):
   """Grouped-query attention: H query heads share K key/value heads."""
 
-  def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-    c, dtype = config, jnp.dtype(config.param_dtype)
+  def __init__(self, config: ModelConfig, make: _Maker):
+    c = config
     self.config = config
-    self.query = _param(rngs, (c.embed_dim, c.num_heads, c.head_dim), ('embed', 'heads', 'head_dim'), c.embed_dim, dtype)
-    self.key = _param(rngs, (c.embed_dim, c.num_kv_heads, c.head_dim), ('embed', 'kv_heads', 'head_dim'), c.embed_dim, dtype)
-    self.value = _param(rngs, (c.embed_dim, c.num_kv_heads, c.head_dim), ('embed', 'kv_heads', 'head_dim'), c.embed_dim, dtype)
-    self.out = _param(rngs, (c.num_heads, c.head_dim, c.embed_dim), ('heads', 'head_dim', 'embed'), c.num_heads * c.head_dim, dtype)
+    self.query = make.random((c.embed_dim, c.num_heads, c.head_dim), ('embed', 'heads', 'head_dim'), c.embed_dim)
+    self.key = make.random((c.embed_dim, c.num_kv_heads, c.head_dim), ('embed', 'kv_heads', 'head_dim'), c.embed_dim)
+    self.value = make.random((c.embed_dim, c.num_kv_heads, c.head_dim), ('embed', 'kv_heads', 'head_dim'), c.embed_dim)
+    self.out = make.random((c.num_heads, c.head_dim, c.embed_dim), ('heads', 'head_dim', 'embed'), c.num_heads * c.head_dim)
     if c.qkv_bias:
-      self.query_bias = _constant((c.num_heads, c.head_dim), ('heads', 'head_dim'), 0.0, dtype)
-      self.key_bias = _constant((c.num_kv_heads, c.head_dim), ('kv_heads', 'head_dim'), 0.0, dtype)
-      self.value_bias = _constant((c.num_kv_heads, c.head_dim), ('kv_heads', 'head_dim'), 0.0, dtype)
+      self.query_bias = make.constant((c.num_heads, c.head_dim), ('heads', 'head_dim'), 0.0)
+      self.key_bias = make.constant((c.num_kv_heads, c.head_dim), ('kv_heads', 'head_dim'), 0.0)
+      self.value_bias = make.constant((c.num_kv_heads, c.head_dim), ('kv_heads', 'head_dim'), 0.0)
     if c.qk_norm:
-      self.query_norm = RMSNorm(c.head_dim, 'head_dim', c.norm_eps, dtype)
-      self.key_norm = RMSNorm(c.head_dim, 'head_dim', c.norm_eps, dtype)
+      self.query_norm = RMSNorm(c.head_dim, 'head_dim', c.norm_eps, make)
+      self.key_norm = RMSNorm(c.head_dim, 'head_dim', c.norm_eps, make)
 
-  def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend, state: Any, shard: Shard) -> tuple[jax.Array, Any]:
+  def __call__(self, x: jax.Array, rope: Rope, attend: Attend, state: Any, shard: Shard) -> tuple[jax.Array, Any]:
     c, dtype = self.config, x.dtype
     q = jnp.einsum('btd,dhk->bthk', x, self.query[...].astype(dtype))
     k = jnp.einsum('btd,dhk->bthk', x, self.key[...].astype(dtype))
@@ -90,8 +113,8 @@ class Attention(nnx.Module):
       q, k, v = (y + b[...].astype(dtype) for y, b in ((q, self.query_bias), (k, self.key_bias), (v, self.value_bias)))
     if c.qk_norm:
       q, k = self.query_norm(q), self.key_norm(k)
-    q, k = rotate(q, positions, c.rope_theta), rotate(k, positions, c.rope_theta)
-    q = shard(q, ('batch', 'length', 'heads', 'head_dim'))
+    q = shard(rotate(q, rope), ('batch', 'length', 'heads', 'head_dim'))
+    k, v = (shard(y, ('batch', 'length', 'kv_heads', 'head_dim')) for y in (rotate(k, rope), v))
     out, state = attend(q, k, v, state)
     return jnp.einsum('bthk,hkd->btd', out, self.out[...].astype(dtype)), state
 
@@ -99,11 +122,11 @@ class Attention(nnx.Module):
 class Mlp(nnx.Module):
   """SwiGLU: (silu(x @ gate) * (x @ up)) @ down."""
 
-  def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-    c, dtype = config, jnp.dtype(config.param_dtype)
-    self.gate = _param(rngs, (c.embed_dim, c.mlp_dim), ('embed', 'mlp'), c.embed_dim, dtype)
-    self.up = _param(rngs, (c.embed_dim, c.mlp_dim), ('embed', 'mlp'), c.embed_dim, dtype)
-    self.down = _param(rngs, (c.mlp_dim, c.embed_dim), ('mlp', 'embed'), c.mlp_dim, dtype)
+  def __init__(self, config: ModelConfig, make: _Maker):
+    c = config
+    self.gate = make.random((c.embed_dim, c.mlp_dim), ('embed', 'mlp'), c.embed_dim)
+    self.up = make.random((c.embed_dim, c.mlp_dim), ('embed', 'mlp'), c.embed_dim)
+    self.down = make.random((c.mlp_dim, c.embed_dim), ('mlp', 'embed'), c.mlp_dim)
 
   def __call__(self, x: jax.Array, shard: Shard) -> jax.Array:
     gate, up = x @ self.gate[...].astype(x.dtype), x @ self.up[...].astype(x.dtype)
@@ -113,15 +136,14 @@ class Mlp(nnx.Module):
 class Block(nnx.Module):
   """Pre-norm attention and feed-forward with residuals."""
 
-  def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-    dtype = jnp.dtype(config.param_dtype)
-    self.attention_norm = RMSNorm(config.embed_dim, 'embed', config.norm_eps, dtype)
-    self.attention = Attention(config, rngs)
-    self.mlp_norm = RMSNorm(config.embed_dim, 'embed', config.norm_eps, dtype)
-    self.mlp = Mlp(config, rngs)
+  def __init__(self, config: ModelConfig, make: _Maker):
+    self.attention_norm = RMSNorm(config.embed_dim, 'embed', config.norm_eps, make)
+    self.attention = Attention(config, make)
+    self.mlp_norm = RMSNorm(config.embed_dim, 'embed', config.norm_eps, make)
+    self.mlp = Mlp(config, make)
 
-  def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend, state: Any, shard: Shard) -> tuple[jax.Array, Any]:
-    out, state = self.attention(self.attention_norm(x), positions, attend, state, shard)
+  def __call__(self, x: jax.Array, rope: Rope, attend: Attend, state: Any, shard: Shard) -> tuple[jax.Array, Any]:
+    out, state = self.attention(self.attention_norm(x), rope, attend, state, shard)
     x = shard(x + out, ('batch', 'length', 'embed'))
     return shard(x + self.mlp(self.mlp_norm(x), shard), ('batch', 'length', 'embed')), state
 
@@ -130,24 +152,50 @@ class Trunk(nnx.Module):
   """Embedding, blocks and final norm."""
 
   def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-    c = config
+    c, make = config, _Maker(config, rngs)
     self.config = config
-    self.embedding = _param(rngs, (c.vocab_size, c.embed_dim), ('vocab', 'embed'), c.embed_dim, jnp.dtype(c.param_dtype))
-    self.layers = nnx.List([Block(c, rngs) for _ in range(c.num_layers)])
-    self.final_norm = RMSNorm(c.embed_dim, 'embed', c.norm_eps, jnp.dtype(c.param_dtype))
+    self.embedding = make.random((c.vocab_size, c.embed_dim), ('vocab', 'embed'), c.embed_dim)
+    if c.scan_layers:
+      self.layers = Block(c, _Maker(c, rngs, stacked=True))
+    else:
+      self.layers = nnx.List([Block(c, make) for _ in range(c.num_layers)])
+    self.final_norm = RMSNorm(c.embed_dim, 'embed', c.norm_eps, make)
 
   def __call__(
-      self, tokens: jax.Array, positions: jax.Array, attend: Attend, states: list[Any] | None = None, *, shard: Shard = no_shard
-  ) -> tuple[jax.Array, list[Any]]:
-    """Hidden states [B, T, D] in the compute dtype, and the new attention state of every layer."""
-    x = jnp.take(self.embedding[...], tokens, axis=0).astype(jnp.dtype(self.config.compute_dtype))
+      self, tokens: jax.Array, positions: jax.Array, attend: Attend, states: Any = None, *, shard: Shard = no_shard
+  ) -> tuple[jax.Array, Any]:
+    """Hidden states [B, T, D] in the compute dtype, and the new attention states.
+
+    `states` is a list with the state of every layer, or with `scan_layers` one pytree with a leading axis L; None where there is none.
+    """
+    c = self.config
+    x = jnp.take(self.embedding[...], tokens, axis=0).astype(jnp.dtype(c.compute_dtype))
     x = shard(x, ('batch', 'length', 'embed'))
-    states = [None] * len(self.layers) if states is None else states
+    angles = rope_table(positions, c.head_dim, c.rope_theta)
+
+    def run(block: Block, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+      return block(x, angles, attend, state, shard)
+
+    x, states = (self._scan if c.scan_layers else self._unroll)(run, x, states)
+    return shard(self.final_norm(x), ('batch', 'length', 'embed')), states
+
+  def _unroll(self, run: Callable[..., tuple[jax.Array, Any]], x: jax.Array, states: list[Any] | None) -> tuple[jax.Array, list[Any]]:
     new_states = []
-    for block, state in zip(self.layers, states, strict=True):
-      x, state = block(x, positions, attend, state, shard)
+    for block, state in zip(self.layers, [None] * len(self.layers) if states is None else states, strict=True):
+      definition, params = nnx.split(block)
+      one = lambda params, x, state, definition=definition: run(nnx.merge(definition, params), x, state)
+      x, state = (jax.checkpoint(one) if self.config.remat else one)(params, x, state)
       new_states.append(state)
-    return self.final_norm(x), new_states
+    return x, new_states
+
+  def _scan(self, run: Callable[..., tuple[jax.Array, Any]], x: jax.Array, states: Any) -> tuple[jax.Array, Any]:
+    definition, params = nnx.split(self.layers)
+
+    def one(x: jax.Array, layer: tuple[Any, Any]) -> tuple[jax.Array, Any]:
+      return run(nnx.merge(definition, layer[0]), x, layer[1])
+
+    # Inside a scan the compiler cannot merge the recomputation with the first pass, so the guard against it is not needed.
+    return jax.lax.scan(jax.checkpoint(one, prevent_cse=False) if self.config.remat else one, x, (params, states))
 
 
 class Policy(nnx.Module):
@@ -157,8 +205,7 @@ class Policy(nnx.Module):
     self.config = config
     self.trunk = Trunk(config, rngs)
     if not config.tie_embeddings:
-      dtype = jnp.dtype(config.param_dtype)
-      self.unembedding = _param(rngs, (config.embed_dim, config.vocab_size), ('embed', 'vocab'), config.embed_dim, dtype)
+      self.unembedding = _Maker(config, rngs).random((config.embed_dim, config.vocab_size), ('embed', 'vocab'), config.embed_dim)
 
   def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend, states: Any = None, *, shard: Shard = no_shard):
     """Hidden states [B, T, D] and the new attention states."""
@@ -178,27 +225,14 @@ class ValueModel(nnx.Module):
   def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
     self.config = config
     self.trunk = Trunk(config, rngs)
-    self.head = _constant((config.embed_dim,), ('embed',), 0.0, jnp.float32)
-    self.head_bias = _constant((), (), 0.0, jnp.float32)
+    make = _Maker(config, rngs)
+    self.head = make.constant((config.embed_dim,), ('embed',), 0.0, jnp.float32)
+    self.head_bias = make.constant((), (), 0.0, jnp.float32)
 
   def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend, *, shard: Shard = no_shard) -> jax.Array:
     """f32[B, T]: value of the state *after* each position, i.e. of the state before the next token."""
     hidden, _ = self.trunk(tokens, positions, attend, shard=shard)
     return jnp.einsum('btd,d->bt', hidden.astype(jnp.float32), self.head[...]) + self.head_bias[...]
-
-
-def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, state: Any = None) -> tuple[jax.Array, Any]:
-  """Dense causal attention over right-padded rows: a real token comes before all padding, so it never sees any.
-
-  Scores and softmax are float32. q [B, T, H, d]; k, v [B, T, K, d]; query head h reads key head h // (H // K).
-  """
-  b, t, h, d = q.shape
-  groups = k.shape[2]
-  grouped = q.reshape(b, t, groups, h // groups, d)
-  scores = jnp.einsum('btkgd,bskd->bkgts', grouped, k, preferred_element_type=jnp.float32) * (d**-0.5)
-  mask = jnp.arange(t)[:, None] >= jnp.arange(t)[None, :]
-  probs = jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1).astype(v.dtype)
-  return jnp.einsum('bkgts,bskd->btkgd', probs, v).reshape(b, t, h, d), state
 
 
 # --- Parameters as a flat dictionary -------------------------------------------------------------------------------------------
@@ -227,6 +261,13 @@ def init(kind: type[nnx.Module], config: ModelConfig, key: jax.Array) -> Params:
   return split(kind(config, rngs=nnx.Rngs(key)))[1]
 
 
+def init_on_mesh(kind: type[nnx.Module], config: ModelConfig, key: jax.Array, mesh: Mesh) -> Params:
+  """The parameters of `init`, made where they belong: each device computes its own shards."""
+  _, shapes, axes = abstract(kind, config)
+  placement = sharding.param_shardings(axes, shapes, mesh)
+  return jax.jit(lambda key: init(kind, config, key), out_shardings=placement)(key)
+
+
 def merge(kind: type[nnx.Module], config: ModelConfig, params: Params) -> nnx.Module:
   """The model with `params` in place; cheap, meant for use inside jit."""
   model = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
@@ -239,3 +280,30 @@ def value_params_from_policy(policy: Params, config: ModelConfig) -> Params:
   """Parameters of a value model that starts from the policy's weights: copied trunk, zero head. Shares no buffer with `policy`."""
   _, shapes, _ = abstract(ValueModel, config)
   return {p: jnp.copy(policy[p]) if p in policy else jnp.zeros(s.shape, s.dtype) for p, s in shapes.items()}
+
+
+LAYERS = 'trunk.layers.'
+
+
+def stack_layers(params: Params) -> Params:
+  """Unrolled parameters as those of `scan_layers`: 'trunk.layers.0.mlp.up', ... become one 'trunk.layers.mlp.up' of [L, ...]."""
+  stacks: dict[str, dict[int, jax.Array]] = {}
+  result = {}
+  for path, x in params.items():
+    if path.startswith(LAYERS):
+      layer, rest = path[len(LAYERS):].split('.', 1)
+      stacks.setdefault(LAYERS + rest, {})[int(layer)] = x
+    else:
+      result[path] = x
+  return {**result, **{path: jnp.stack([layers[i] for i in range(len(layers))]) for path, layers in stacks.items()}}
+
+
+def unstack_layers(params: Params) -> Params:
+  """The inverse of `stack_layers`."""
+  result = {}
+  for path, x in params.items():
+    if path.startswith(LAYERS):
+      result.update({f'{LAYERS}{i}.{path[len(LAYERS):]}': x[i] for i in range(x.shape[0])})
+    else:
+      result[path] = x
+  return result
