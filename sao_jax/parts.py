@@ -1,0 +1,156 @@
+"""What a run is made of, built once from its settings: `build` checks, allocates, and starts nothing.
+
+`Parts` holds what does not change during a run; `Progress` is where the run stands, and with the learner's `TrainState` all that a
+checkpoint needs. Both belong to the main thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+import time
+from typing import Any, Callable
+
+import jax
+from sao_jax import environments, evaluation, prng, report, sharding
+from sao_jax.checkpoint import Checkpointer
+from sao_jax.clock import InlineCalls
+from sao_jax.config import Config, ModelConfig, SamplerConfig
+from sao_jax.data import heldout
+from sao_jax.environments.base import Environment, Task
+from sao_jax.learner import Learner
+from sao_jax.metrics import MetricsWriter
+from sao_jax.models import conversation, pretrained, tokenizers, transformer
+from sao_jax.rollouts import Calls, Flow, RolloutEngine
+from sao_jax.sampler import Sampler
+from sao_jax.types import ParamSnapshot, Params
+from sao_jax.updates import TrainState
+from sao_jax.workers import EnvironmentPool
+
+STAGES = ('sft', 'value_pretrain', 'rl', 'done')
+
+
+@dataclasses.dataclass
+class Progress:
+  """Where a run stands."""
+
+  stage: str = 'sft'
+  stage_step: int = 0  # Learner steps done in this stage.
+  step: int = 0  # Learner steps done in all stages: the x-axis of the metrics.
+  version: int = 0  # Of the policy; policy steps of RL done.
+  saves: int = 0  # Number of the last checkpoint.
+  evaluation: dict[str, Any] = dataclasses.field(default_factory=dict)
+  seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # By stage.
+  rl: dict[str, Any] | None = None  # State of the RL stage: queue, prompts, sessions, clock.
+
+
+@dataclasses.dataclass
+class Parts:
+  """Everything a stage works with."""
+
+  config: Config
+  model: ModelConfig
+  workdir: pathlib.Path
+  tokenizer: tokenizers.Tokenizer
+  conversation: conversation.Conversation
+  environment: Environment  # For tasks and demonstrations; each rollout makes its own.
+  learner: Learner
+  learner_mesh: jax.sharding.Mesh
+  sampler_mesh: jax.sharding.Mesh
+  convert: Callable[[Params], Params]  # From the learner's layout to the sampler's, sharing no buffer.
+  checkpointer: Checkpointer
+  progress_bar: report.ProgressBar
+  writer: MetricsWriter | None = None  # Opened when it is known at which step the run goes on.
+  evaluation_sampler: Sampler | None = None
+
+  def open_writer(self, *, resume_step: int) -> None:
+    self.writer = MetricsWriter(self.workdir, tensorboard=self.config.logging.tensorboard, resume_step=resume_step)
+
+  def close(self) -> None:
+    """Ends writers; a checkpoint that is being written is finished first."""
+    self.checkpointer.close()
+    if self.writer is not None:
+      self.writer.close()
+    self.progress_bar.close()
+
+  @property
+  def max_length(self) -> int:
+    return min(self.config.task.max_tokens, self.model.max_length)
+
+  @property
+  def shared_devices(self) -> bool:
+    """Sampler and learner use the same several devices, and must take turns on them."""
+    return self.learner_mesh.devices.size > 1 and set(self.learner_mesh.devices.flat) == set(self.sampler_mesh.devices.flat)
+
+  def make_environment(self) -> Environment:
+    return environments.make(self.config.task.name, **self.config.task.settings)
+
+  def make_sampler(self, snapshot: ParamSnapshot, *, seed: int) -> Sampler:
+    return Sampler(
+        self.model, self.config.sampler, snapshot, tokenizer=self.tokenizer, seed=seed, max_length=self.max_length, mesh=self.sampler_mesh)
+
+  def make_engine(self, sampler: Sampler, calls: Calls, flow: Flow, now: Callable[[], float]) -> RolloutEngine:
+    return RolloutEngine(
+        sampler=sampler, calls=calls, flow=flow, make_environment=self.make_environment, conversation=self.conversation,
+        tokenizer=self.tokenizer, task=self.config.task, max_length=self.model.max_length, sessions=self.config.sampler.sessions, now=now)
+
+  def run_prompts(
+      self, params: Params, prompts: list[tuple[int, Task]], *, label: str, seed: int, greedy: bool = False
+  ) -> evaluation.ListFlow:
+    """Rolls out a fixed list of prompts with `params` (in the learner's layout), apart from any training that goes on."""
+    snapshot = ParamSnapshot(0, self.convert(params))
+    if self.evaluation_sampler is None:
+      self.evaluation_sampler = self.make_sampler(snapshot, seed=seed)
+    self.evaluation_sampler.reset(snapshot, seed=seed, temperature=0.0 if greedy else self.config.sampler.temperature)
+    pool = None if self.config.clock.kind == 'virtual' else EnvironmentPool(self.config.task.workers, self.config.task.step_timeout_s)
+    try:
+      return evaluation.run_list(
+          lambda flow: self.make_engine(self.evaluation_sampler, pool or InlineCalls(), flow, time.monotonic), prompts,
+          on_progress=lambda done: self.progress_bar.note(f'{label}: {done}/{len(prompts)}'))
+    finally:
+      if pool is not None:
+        pool.close()
+
+  def evaluate(self, params: Params, *, prompts: int, label: str) -> dict[str, evaluation.Evaluation]:
+    """Held-out success at temperature 1 ('temperature_1': the sampling temperature of training) and greedy ('greedy')."""
+    held_out = heldout(self.environment, prompts, self.config.evaluation.seed)
+    return {
+        name: evaluation.summarize(self.run_prompts(
+            params, held_out, label=f'evaluation {label}, {name}', seed=self.config.evaluation.seed, greedy=name == 'greedy'))
+        for name in ('temperature_1', 'greedy')
+    }
+
+
+def build(config: Config, workdir: pathlib.Path) -> Parts:
+  """Builds the parts of a run. Raises ValueError for settings that do not fit together or the machine, before anything compiles."""
+  model = pretrained.resolve_config(config.model)
+  tokenizer = tokenizers.make(model)
+  environment = environments.make(config.task.name, **config.task.settings)
+  if model.vocab_size < tokenizer.vocab_size:
+    raise ValueError(f'model.vocab_size must be at least the tokenizer\'s {tokenizer.vocab_size}, got {model.vocab_size}.')
+  config = dataclasses.replace(config, model=model)
+  sharding.check_mesh(config)
+  learner_mesh = sharding.make_mesh(sharding.pick_devices(config.learner.devices), config.learner.mesh)
+  sampler_mesh = sharding.make_mesh(sharding.pick_devices(config.sampler.devices), config.sampler.mesh)
+  _, shapes, axes = transformer.abstract(transformer.Policy, model)
+  return Parts(
+      config=config, model=model, workdir=workdir, tokenizer=tokenizer, environment=environment,
+      conversation=conversation.make(tokenizer, environment.conversation), learner=Learner(config, learner_mesh),
+      learner_mesh=learner_mesh, sampler_mesh=sampler_mesh,
+      progress_bar=report.ProgressBar(enabled=config.logging.progress),
+      convert=sharding.make_converter(sharding.param_shardings(axes, shapes, sampler_mesh), config.sampler.dtype),
+      checkpointer=Checkpointer(workdir / 'checkpoints', keep=config.checkpoint.keep))
+
+
+def initial_state(parts: Parts) -> TrainState:
+  """Policy from pretrained weights or from the seed; the value model is made from it when its first stage begins."""
+  if parts.model.pretrained:
+    policy = pretrained.load_params(parts.model, parts.learner_mesh)
+  else:
+    policy = parts.learner.init_policy(prng.stream(jax.random.key(parts.config.seed), 'policy'))
+  return parts.learner.init_state(policy)
+
+
+def num_parameters(params: Params) -> int:
+  return sum(math.prod(x.shape) for x in params.values())

@@ -1,0 +1,275 @@
+"""The RL stage: rollouts and learner side by side, under the wall clock or under virtual time.
+
+    rollouts thread: RolloutEngine, Sampler, PromptStream        main thread: RolloutQueue.take -> Learner.update -> ParamStore.publish
+
+1. The engine starts rollouts as tickets allow and puts finished ones into the queue.
+2. The main thread takes the first `batch_size` of them, updates, and publishes the new policy as the next version.
+3. The sampler takes it up between two decode chunks.
+4. At a publish the checkpoint is taken: under the wall clock the rollouts thread is asked to stand still between two chunks.
+
+Under virtual time both sides run in the main thread; a loop advances the clock over chunks, environment calls and updates. An update
+computes when it starts and is published when its time is up, at the first chunk boundary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import queue
+import threading
+import time
+from typing import Any, Callable
+
+from sao_jax import report
+from sao_jax.batching import make_batch
+from sao_jax.clock import VirtualCalls, VirtualClock, WallClock
+from sao_jax.data import PromptStream
+from sao_jax.environments.base import Task
+from sao_jax.metrics import rollout_metrics
+from sao_jax.param_store import ParamStore
+from sao_jax.rollout_queue import RolloutQueue
+from sao_jax.rollouts import Admission, RolloutEngine
+from sao_jax.run import Run
+from sao_jax.types import Rollout, Stat
+from sao_jax.workers import DeviceTurns, EnvironmentPool, WorkerGroup
+
+SHUTDOWN_S = 10.0  # For threads to leave at the end.
+IDLE_S = 0.02  # Longest sleep of the rollouts thread while every session waits for its environment.
+
+
+class TrainingFlow:
+  """Tickets and prompts in, finished rollouts to the queue; implements `rollouts.Flow`. Owned by the rollouts thread."""
+
+  def __init__(self, rollout_queue: RolloutQueue, stream: PromptStream):
+    self._queue, self._stream = rollout_queue, stream
+    self.finish = rollout_queue.put
+    self.drop = rollout_queue.drop
+    self.set_oldest = rollout_queue.set_oldest
+    self.overdue = rollout_queue.overdue_running
+
+  def admit(self, version: int) -> Admission | None:
+    for prompt_id, attempt in self._queue.returned_prompts():
+      self._stream.give_back(prompt_id, attempt)
+    ticket = self._queue.ticket(version)
+    if ticket is None:
+      return None
+    prompt_id, attempt, task = self._stream.next()
+    return Admission(ticket, prompt_id, attempt, task)
+
+  def task_of(self, prompt_id: int, attempt: int) -> Task:
+    return self._stream.task(prompt_id, attempt)
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+  """A learner step whose result is computed but not yet published."""
+
+  rollouts: list[Rollout]
+  metrics: dict[str, Any]
+  trains_policy: bool
+
+
+class ReinforcementLearning:
+  """Builds the RL stage, taking up its saved state if there is one; `run` then trains to the last step."""
+
+  def __init__(self, run: Run):
+    self.run_state, self.config, self.parts = run, run.config, run.parts
+    c, saved = run.config, run.progress.rl
+    self.total = c.learner.value_warmup_steps + c.rl.policy_steps
+    self.queue = RolloutQueue(
+        capacity=c.queue.capacity, batch_size=c.learner.batch_size, max_staleness=c.queue.max_staleness, overdue=c.queue.overdue,
+        truncation=c.algorithm.truncation, vocab_size=self.parts.model.vocab_size, max_length=self.parts.max_length)
+    self.stream = PromptStream(self.parts.environment, seed=c.seed, split='train')
+    self.store = ParamStore(self.parts.convert, self.parts.learner.policy_params(run.state), version=run.progress.version)
+    self.sampler = self.parts.make_sampler(self.store.latest(), seed=c.seed)
+    self._given = self.store.version  # Version of the newest snapshot that the sampler was given.
+    self.turns = DeviceTurns(self.parts.shared_devices)
+    elapsed = float(saved['elapsed_s']) if saved else 0.0
+    self.virtual = c.clock.kind == 'virtual'
+    self.clock = VirtualClock(c.clock, c.seed, elapsed) if self.virtual else WallClock(elapsed)
+    self.calls = VirtualCalls(self.clock) if self.virtual else EnvironmentPool(c.task.workers, c.task.step_timeout_s)
+    flow = TrainingFlow(self.queue, self.stream)
+    self.engine = self.parts.make_engine(self.sampler, self.calls, flow, self.clock.now)
+    self.chunks = int(saved['chunks']) if saved else 0
+    self.idle_s = 0.0
+    self._sampled = self._counters()
+    self._commands: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
+    if saved:
+      self.queue.restore(saved['queue'])
+      self.stream.restore(saved['stream'])
+      self.engine.restore(saved['engine'], flow.task_of)
+
+  def run(self) -> None:
+    """Trains to the last step. On any error threads are stopped first; the first cause goes up."""
+    if self.run_state.progress.stage_step < self.total:
+      self.sampler.warm_up()
+      self.parts.learner.warm_up('rl')
+      self._sampled = self._counters()
+      if self.virtual:
+        self._run_virtual()
+      else:
+        self._run_wall()
+    self.run_state.flush_metrics()
+    self.run_state.progress.rl = self.state()
+
+  # --- One learner step --------------------------------------------------------------------------------------------------------
+
+  def start_update(self, rollouts: list[Rollout]) -> Update:
+    """Computes the next state from a batch."""
+    c, progress = self.config, self.run_state.progress
+    batch = make_batch(
+        rollouts, lengths=c.learner.lengths, batch_size=c.learner.batch_size, pad_id=self.parts.tokenizer.pad_id)
+    trains_policy = progress.stage_step >= c.learner.value_warmup_steps
+    with self.turns.turn():
+      self.run_state.state, metrics = self.parts.learner.update(
+          self.run_state.state, batch, version=progress.version, train_policy=trains_policy)
+    return Update(rollouts, metrics, trains_policy)
+
+  def finish_update(self, update: Update) -> None:
+    """Publishes, settles the tickets, logs, and saves or evaluates when it is time."""
+    progress = self.run_state.progress
+    if update.trains_policy:
+      with self.turns.turn():
+        self.store.publish(self.parts.learner.policy_params(self.run_state.state))
+      progress.version = self.store.version
+    self.queue.trained([r.ticket for r in update.rollouts], version_advanced=update.trains_policy)
+    self._report_quarantine()
+    self.run_state.step_done(update.metrics, {**rollout_metrics(update.rollouts), **self._host_metrics()}, total=self.total)
+    c = self.config
+    if c.evaluation.every and update.trains_policy and progress.version % c.evaluation.every == 0 and progress.stage_step < self.total:
+      with self.turns.turn():
+        self.run_state.evaluate(f'step {progress.version}', c.evaluation.during_prompts)
+    if self.run_state.save_due and progress.stage_step < self.total:
+      self._standing_still(self._keep_state)
+      self.run_state.save()
+
+  def _counters(self) -> dict[str, float]:
+    return {**self.sampler.stats(), 'clock_s': time.monotonic(), 'idle_s': self.idle_s}
+
+  def _host_metrics(self) -> dict[str, Any]:
+    before, self._sampled = self._sampled, self._counters()
+    delta = {name: value - before[name] for name, value in self._sampled.items()}
+    return {
+        **self.queue.metrics(), 'policy_step': float(self.run_state.progress.version),
+        'sampler/tokens_per_s': Stat(delta['tokens_drawn'], delta['clock_s']),
+        'sampler/slot_occupancy': Stat(delta['slot_steps'], delta['slot_steps_total']),
+        'sampler/tokens_recomputed': Stat(delta['tokens_recomputed'], 1.0), 'sampler/evictions': Stat(delta['evictions'], 1.0),
+        'sampler/params_stall_s': Stat(delta['params_stall_s'], delta['updates']),
+        'time/sampler_wait_fraction': Stat(delta['idle_s'], delta['clock_s']),
+        **self.store.metrics(), 'time/run_s': self.clock.now()}
+
+  def _report_quarantine(self) -> None:
+    """Keeps what failed the queue's check, with the reason, in the workdir."""
+    for rollout, reason in self.queue.drain_quarantine():
+      self.parts.progress_bar.line(f'quarantined rollout of prompt {rollout.prompt_id}: {reason}')
+      report.append_line(self.parts.workdir / 'rollouts' / 'quarantine.jsonl', {'reason': reason, **report.plain(rollout)})
+
+  # --- Saving ------------------------------------------------------------------------------------------------------------------
+
+  def state(self) -> dict[str, Any]:
+    """State of the stage; nothing moves while it is taken."""
+    return {
+        'queue': self.queue.state(), 'stream': self.stream.state(), 'engine': self.engine.state(), 'chunks': self.chunks,
+        'elapsed_s': self.clock.now(), 'accounting': self.queue.accounting()}
+
+  def _keep_state(self) -> None:
+    self.run_state.progress.rl = self.state()
+
+  def _standing_still(self, function: Callable[[], Any]) -> None:
+    """Runs `function` while no rollout moves: in the rollouts thread between two chunks, or here if there is no such thread."""
+    if self._group is None:
+      function()
+      return
+    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    self._commands.put((function, done))
+    while True:
+      try:
+        done.get(timeout=0.5)
+        return
+      except queue.Empty:
+        self._group.check()
+
+  _group: WorkerGroup | None = None
+
+  # --- Wall clock --------------------------------------------------------------------------------------------------------------
+
+  def _run_wall(self) -> None:
+    self._group = group = WorkerGroup()
+    group.start('rollouts', self._rollouts_loop)
+    try:
+      while self.run_state.progress.stage_step < self.total:
+        self.finish_update(self.start_update(self._take(group)))
+    finally:
+      alive = group.close(SHUTDOWN_S)
+      self.queue.close()
+      self.calls.close()
+      self._group = None
+      if alive:
+        self.parts.progress_bar.line(f'still alive after {SHUTDOWN_S:.0f} s: {", ".join(alive)}')
+
+  def _take(self, group: WorkerGroup) -> list[Rollout]:
+    start = time.monotonic()
+    while True:
+      group.check()
+      rollouts = self.queue.take(self.run_state.progress.version, timeout_s=0.5)
+      if rollouts is not None:
+        return rollouts
+      self.parts.progress_bar.waiting(time.monotonic() - start, f'{self.engine.in_flight} rollouts in flight')
+
+  def _rollouts_loop(self, stop: threading.Event) -> None:
+    while not stop.is_set():
+      while not self._commands.empty():
+        function, done = self._commands.get()
+        done.put(function())
+      moved = self.engine.before_chunk()
+      if self._sample():
+        continue
+      if not moved:
+        start = time.monotonic()
+        self.calls.wait(IDLE_S)
+        self.idle_s += time.monotonic() - start
+
+  def _sample(self) -> bool:
+    """Takes a newer snapshot and decodes one chunk; False if there was nothing to do."""
+    if not self._take_up() and not self.sampler.busy:
+      return False
+    with self.turns.turn():
+      completions = self.sampler.step()
+    self.engine.after_chunk(completions)
+    return True
+
+  def _take_up(self) -> bool:
+    """Gives the sampler the newest snapshot; False if it has it."""
+    snapshot = self.store.latest()
+    if snapshot.version == self._given:
+      return False
+    self.sampler.update(snapshot)
+    self._given = snapshot.version
+    return True
+
+  # --- Virtual time ------------------------------------------------------------------------------------------------------------
+
+  def _run_virtual(self) -> None:
+    clock, progress = self.clock, self.run_state.progress
+    update, update_ends = None, math.inf
+    while progress.stage_step < self.total:
+      if update is not None and clock.now() >= update_ends:
+        self.finish_update(update)
+        update, update_ends = None, math.inf
+        continue
+      if update is None and (rollouts := self.queue.take(progress.version, timeout_s=0.0)) is not None:
+        step = progress.stage_step
+        update = self.start_update(rollouts)
+        update_ends = clock.now() + clock.duration('update', step) + clock.duration('publish', step)
+      moved = self.engine.before_chunk()
+      self._take_up()
+      if self.sampler.busy:
+        completions = self.sampler.step()
+        clock.advance(clock.now() + clock.duration('chunk', self.chunks))
+        self.chunks += 1
+        self.engine.after_chunk(completions)
+      elif not moved:
+        until = min(self.calls.next_due(), update_ends)
+        if math.isinf(until):
+          raise RuntimeError(f'Nothing can happen any more: {self.engine.in_flight} rollouts in flight, queue {self.queue.metrics()}.')
+        clock.advance(until)

@@ -1,0 +1,138 @@
+"""The stages before RL: supervised warm start, and value pretraining on recorded rollouts.
+
+Each stage continues from `progress.stage_step`, so that a resumed run goes on where its checkpoint was. The batch of a step is a function
+of the seed and the step alone.
+"""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import numpy as np
+
+from sao_jax import prng
+from sao_jax.batching import make_batch
+from sao_jax.checkpoint import load_rollouts, save_rollouts
+from sao_jax.data import PromptStream
+from sao_jax.environments.base import Task
+from sao_jax.metrics import rollout_metrics
+from sao_jax.parts import Parts
+from sao_jax.rollouts import first_ids, next_ids
+from sao_jax.run import Run
+from sao_jax.types import Rollout
+
+
+def sft(run: Run) -> None:
+  """Fits the policy to demonstrations of the environment."""
+  settings = run.config.sft
+  if not settings.steps:
+    return
+  demonstrations = record_demonstrations(run.parts, settings.demonstrations)
+  for step in range(run.progress.stage_step, settings.steps):
+    batch = pick(demonstrations, settings.batch_size, run.config.seed, 'sft', step)
+    padded = make_batch(
+        batch, lengths=run.config.learner.lengths, batch_size=settings.batch_size, pad_id=run.parts.tokenizer.pad_id)
+    run.state, metrics = run.parts.learner.sft_update(run.state, padded)
+    run.step_done(metrics, total=settings.steps)
+    if run.save_due:
+      run.save()
+  run.flush_metrics()
+
+
+def value_pretrain(run: Run) -> None:
+  """Records rollouts of the warm-started policy and fits the value model to their returns."""
+  settings = run.config.value_pretrain
+  if not settings.rollouts:
+    return
+  rollouts = recorded_rollouts(run, settings.rollouts)
+  size = run.config.learner.batch_size
+  steps = settings.epochs * max(1, len(rollouts) // size)
+  for step in range(run.progress.stage_step, steps):
+    batch = pick(rollouts, size, run.config.seed, 'value_pretrain', step)
+    padded = make_batch(batch, lengths=run.config.learner.lengths, batch_size=size, pad_id=run.parts.tokenizer.pad_id)
+    run.state, metrics = run.parts.learner.value_update(run.state, padded)
+    run.step_done(metrics, total=steps)
+    if run.save_due:
+      run.save()
+  run.flush_metrics()
+
+
+def pick(rollouts: Sequence[Rollout], size: int, seed: int, name: str, step: int) -> list[Rollout]:
+  """Rollouts of a step: every epoch is its own permutation, cut into batches; a rest smaller than a batch is left out of its epoch."""
+  size = min(size, len(rollouts))
+  per_epoch = len(rollouts) // size
+  order = prng.generator(seed, f'{name}/order', step // per_epoch).permutation(len(rollouts))
+  start = step % per_epoch * size
+  return [rollouts[i] for i in order[start:start + size]]
+
+
+def record_demonstrations(parts: Parts, count: int) -> list[Rollout]:
+  """Demonstrated episodes as rollouts: the demonstrator's tokens are the actions, the environment's are not.
+
+  Raises ValueError where the environment has no demonstrations, or one is longer than a rollout may be.
+  """
+  if not parts.environment.has_demonstrations:
+    raise ValueError(f'Environment {parts.environment.name!r} has no demonstrations: set sft.steps=0, or choose another task.')
+  stream = PromptStream(parts.environment, seed=parts.config.seed, split='train')
+  rollouts = []
+  for index in range(count):
+    prompt_id, _, task = stream.next()
+    rng = prng.generator(parts.config.seed, 'demonstration', index)
+    rollout = _play(parts, prompt_id, task, parts.environment.demonstration(task, rng))
+    if rollout.length > parts.max_length:
+      raise ValueError(f'The demonstration of prompt {prompt_id} has {rollout.length} tokens; {parts.max_length} fit (task.max_tokens).')
+    rollouts.append(rollout)
+  return rollouts
+
+
+def _play(parts: Parts, prompt_id: int, task: Task, actions: Sequence[str]) -> Rollout:
+  """Plays a demonstration in an environment of its own; ends with the episode, or with the last action."""
+  environment, form, encode = parts.make_environment(), parts.conversation, parts.tokenizer.encode
+  closing = [form.stop_ids[0]] if environment.conversation == 'chat' else []  # In a chat, a turn ends with a stop token.
+  tokens = first_ids(form, environment.reset(task))
+  mask, turns = [False] * len(tokens), [0] * len(tokens)
+  metrics: dict[str, float] = {}
+  reward, terminated = 0.0, False
+
+  def add(ids: list[int], turn: int, action: bool) -> None:
+    tokens.extend(ids)
+    mask.extend([action] * len(ids))
+    turns.extend([turn] * len(ids))
+
+  for turn, action in enumerate(actions):
+    add(encode(action, parse_special=False) + closing, turn, True)
+    step = environment.step(action)
+    reward, terminated = reward + step.reward, step.terminated
+    metrics.update(step.metrics)
+    if terminated or step.truncated:
+      break
+    if turn + 1 < len(actions):
+      add(next_ids(form, step.observation, ended_with_stop_token=bool(closing)), turn, False)
+  environment.close()
+  mask_array = np.asarray(mask, bool)
+  rewards = np.zeros(len(tokens), np.float32)
+  rewards[np.flatnonzero(mask_array)[-1]] = reward
+  return Rollout(
+      tokens=np.asarray(tokens, np.int32), action_mask=mask_array, behaviour_log_prob=np.zeros(len(tokens), np.float32),
+      policy_version=np.where(mask_array, 0, -1).astype(np.int32), reward=rewards, turn=np.asarray(turns, np.int32),
+      ending='terminated' if terminated else 'truncated', stop_reason='answer' if terminated else 'environment_limit',
+      prompt_id=prompt_id, attempt=0, environment=environment.name, metrics=metrics)
+
+
+def recorded_rollouts(run: Run, count: int) -> list[Rollout]:
+  """Rollouts of the current policy on prompts of their own; kept in the workdir, so that a resumed stage fits the same ones."""
+  path = run.parts.workdir / 'rollouts' / 'value_pretrain.npz'
+  if run.progress.stage_step and not path.exists():
+    raise ValueError(f'{path} is missing, but the checkpoint stands in the middle of fitting it; restore the file or start afresh.')
+  if run.progress.stage_step:
+    return load_rollouts(path)
+  seed = run.config.seed + 1  # Other prompts and other noise than those of RL.
+  stream = PromptStream(run.parts.environment, seed=seed, split='train')
+  prompts = [(prompt_id, task) for prompt_id, _, task in (stream.next() for _ in range(count))]
+  policy = run.parts.learner.policy_params(run.state)
+  flow = run.parts.run_prompts(policy, prompts, label='recording rollouts', seed=seed)
+  if flow.dropped:
+    run.parts.progress_bar.line(f'value pretraining: {dict(flow.dropped)} of {count} rollouts were lost')
+  run.parts.writer.write(run.progress.step, {f'value_pretrain/{k}': v for k, v in rollout_metrics(flow.rollouts).items()})
+  save_rollouts(path, flow.rollouts)
+  return flow.rollouts

@@ -1,0 +1,138 @@
+"""One run from settings to summary: warm start, value pretraining, RL; resumed from the workdir's checkpoint if there is one.
+
+1. `run` locks the workdir, compares its settings with those of an earlier start, builds the parts, restores or initialises.
+2. Each stage trains to its last step and hands over to the next; every hand-over is saved.
+3. Held-out success is measured after the warm start ('before') and at the end ('after'); `summary.json` says what the run did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pathlib
+from typing import Any, Iterator
+
+import jax
+
+from sao_jax import algorithms, environments, report, stages
+from sao_jax.config import Config, differences, to_dict
+from sao_jax.metrics import read_rows
+from sao_jax.parts import STAGES, Parts, Progress, build, initial_state, num_parameters
+from sao_jax.rl import ReinforcementLearning
+from sao_jax.run import Run
+
+
+def run(config: Config, workdir: str | os.PathLike[str]) -> dict[str, Any]:
+  """Trains to the end and returns the summary, which is also in `workdir/summary.json`.
+
+  Args:
+    config: checked settings, from `config.from_dict`.
+    workdir: folder of this run; one that holds an unfinished run with the same settings is resumed.
+
+  Raises:
+    ValueError: settings that do not fit the machine, the environment, or an earlier start in this workdir.
+    OSError: a workdir that cannot be written.
+    FloatingPointError: a non-finite loss or gradient; the checkpoints before it stay.
+    RuntimeError: a worker failed, or too many rollouts were lost; the first cause is chained.
+  """
+  validate_names(config)
+  workdir = pathlib.Path(workdir)
+  with locked(workdir):
+    write_settings(config, workdir)
+    this = start(config, workdir)
+    try:
+      while this.progress.stage != 'done':
+        run_stage(this)
+      return finish(this)
+    finally:
+      this.parts.close()
+
+
+def start(config: Config, workdir: pathlib.Path) -> Run:
+  """Parts, and the state of the newest checkpoint or a fresh one."""
+  parts = build(config, workdir)
+  latest = parts.checkpointer.latest_step()
+  if latest is None:
+    progress = Progress()
+    state = parts.learner.begin_stage(initial_state(parts), progress.stage)
+  else:
+    progress = Progress(**parts.checkpointer.restore_host(latest))
+    state = parts.checkpointer.restore(latest, parts.learner.abstract_state('rl' if progress.stage == 'done' else progress.stage))
+  parts.open_writer(resume_step=progress.step)
+  parts.progress_bar.line(
+      f'{num_parameters(parts.learner.policy_params(state)):,} parameters, {jax.device_count()} {jax.default_backend()} device(s), '
+      f'{"resumed at" if latest is not None else "starting with"} stage {progress.stage}, step {progress.step}')
+  return Run(parts, state, progress)
+
+
+def run_stage(this: Run) -> None:
+  """Runs the current stage to its end and enters the next."""
+  stage, evaluation = this.progress.stage, this.config.evaluation
+  if stage == 'sft':
+    stages.sft(this)
+  elif stage == 'value_pretrain':
+    if 'before' not in this.progress.evaluation and evaluation.prompts:
+      this.progress.evaluation['before'] = this.evaluate('before', evaluation.prompts)
+    stages.value_pretrain(this)
+  else:
+    ReinforcementLearning(this).run()
+    if evaluation.prompts:
+      this.progress.evaluation['after'] = this.evaluate('after', evaluation.prompts)
+  this.enter(STAGES[STAGES.index(stage) + 1])
+
+
+def finish(this: Run) -> dict[str, Any]:
+  """Writes the summary and the learning curve."""
+  progress, saved = this.progress, this.progress.rl or {}
+  summary = {
+      'seed': this.config.seed, 'policy_steps': progress.version, 'learner_steps': progress.step,
+      'evaluation': progress.evaluation, 'accounting': saved['accounting'] if saved else {}, 'seconds': progress.seconds,
+      'final_metrics': final_metrics(this.parts.workdir), 'packages': report.package_versions(), 'devices': [str(d) for d in jax.devices()]}
+  this.parts.checkpointer.wait()
+  report.write_json(this.parts.workdir / 'summary.json', summary)
+  report.learning_curve(
+      this.parts.workdir / 'metrics.jsonl', this.parts.workdir / 'learning_curve.png',
+      title=f'{this.config.task.name}: {this.config.algorithm.advantage} + {this.config.algorithm.objective}, seed {this.config.seed}')
+  return summary
+
+
+def final_metrics(workdir: pathlib.Path) -> dict[str, Any]:
+  """The newest value of every metric."""
+  values: dict[str, Any] = {}
+  for row in read_rows(workdir / 'metrics.jsonl'):
+    values.update(row)
+  return values
+
+
+def validate_names(config: Config) -> None:
+  """Raises ValueError for an algorithm or environment that does not exist, or settings that the environment refuses."""
+  for path, registry in (('algorithm.advantage', algorithms.ADVANTAGES), ('algorithm.objective', algorithms.OBJECTIVES)):
+    name = getattr(config.algorithm, path.split('.')[1])
+    if name not in registry:
+      raise ValueError(f'{path} must be one of {", ".join(sorted(registry))}, got {name!r}.')
+  environments.make(config.task.name, **config.task.settings).close()
+
+
+@contextlib.contextmanager
+def locked(workdir: pathlib.Path) -> Iterator[None]:
+  """Makes the workdir and holds it for this process; a second process on the same folder would ruin both runs."""
+  workdir.mkdir(parents=True, exist_ok=True)
+  with open(workdir / 'lock', 'w') as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+      raise ValueError(f'Another process is running in {workdir}; wait for it or choose another --workdir.') from error
+    yield
+
+
+def write_settings(config: Config, workdir: pathlib.Path) -> None:
+  """Writes `config.json`, or compares with the one that is there. Raises ValueError, listing what differs."""
+  path = workdir / 'config.json'
+  if path.exists():
+    different = differences(json.loads(path.read_text()), to_dict(config))
+    if different:
+      raise ValueError(f'{workdir} holds a run with other settings: {"; ".join(different)}. Use the same settings or another --workdir.')
+    return
+  report.write_json(path, to_dict(config))

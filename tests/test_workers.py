@@ -1,0 +1,120 @@
+"""Threads: failures carried, hung calls given up, turns kept."""
+
+import threading
+import time
+
+import pytest
+
+from sao_jax.rollouts import Call
+from sao_jax.workers import DeviceTurns, EnvironmentPool, WorkerGroup
+
+DEADLINE_S = 20.0
+
+
+def wait_until(condition, deadline_s=DEADLINE_S):
+  end = time.monotonic() + deadline_s
+  while not condition():
+    assert time.monotonic() < end, 'deadline passed'
+    time.sleep(0.005)
+
+
+def collect(pool, count):
+  results = []
+  wait_until(lambda: results.extend(pool.ready()) or len(results) >= count)
+  return results
+
+
+def test_worker_failure_reaches_check_with_its_cause():
+  group = WorkerGroup()
+
+  def loop(stop):
+    raise ValueError('the first cause')
+
+  group.start('bad', loop)
+  wait_until(group.stop.is_set)
+  with pytest.raises(RuntimeError, match="Worker 'bad' failed: ValueError: the first cause") as caught:
+    group.check()
+  assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_close_names_threads_that_stay():
+  group = WorkerGroup()
+  release = threading.Event()
+  group.start('leaves', lambda stop: stop.wait())
+  group.start('stays', lambda stop: release.wait(DEADLINE_S))
+  assert group.close(0.3) == ['stays']
+  release.set()
+
+
+def test_pool_gives_values_and_errors():
+  pool = EnvironmentPool(2, step_timeout_s=30.0)
+
+  def bad():
+    raise KeyError('x')
+
+  pool.submit(Call(1, 0, 0, lambda: 'value'))
+  pool.submit(Call(2, 0, 0, bad))
+  results = {r.ticket: r for r in collect(pool, 2)}
+  assert results[1].value == 'value' and results[1].error is None
+  assert isinstance(results[2].error, KeyError)
+  pool.close()
+
+
+def test_hung_calls_time_out_and_are_replaced():
+  pool = EnvironmentPool(1, step_timeout_s=0.2)
+  release = threading.Event()
+  pool.submit(Call(1, 0, 0, lambda: release.wait(DEADLINE_S)))
+  pool.submit(Call(2, 0, 0, lambda: 'after the hang'))  # Needs the replacement of the only thread.
+  results = {r.ticket: r for r in collect(pool, 2)}
+  assert isinstance(results[1].error, TimeoutError) and 'step_timeout_s=0.2' in str(results[1].error)
+  assert results[2].value == 'after the hang'
+  release.set()
+  time.sleep(0.05)
+  assert pool.ready() == []  # The late result of the hung call is thrown away.
+  assert pool.abandoned == 1
+  pool.close()
+
+
+def test_waiting_for_a_thread_is_not_time_in_the_call():
+  pool = EnvironmentPool(1, step_timeout_s=0.4)
+  for ticket in range(4):
+    pool.submit(Call(ticket, 0, 0, lambda: time.sleep(0.2)))
+  assert [r.error for r in collect(pool, 4)] == [None] * 4
+  pool.close()
+
+
+def test_too_many_hung_calls_stop_the_run():
+  pool = EnvironmentPool(1, step_timeout_s=0.05, max_abandoned=2)
+  release = threading.Event()
+  for ticket in range(3):
+    pool.submit(Call(ticket, 0, 0, lambda: release.wait(DEADLINE_S)))
+  with pytest.raises(RuntimeError, match='hung beyond task.step_timeout_s'):
+    collect(pool, 3)
+  release.set()
+  pool.close()
+
+
+@pytest.mark.parametrize('enabled', [True, False])
+def test_turns_exclude_each_other_and_are_fair(enabled):
+  turns = DeviceTurns(enabled)
+  inside, most, order = [0], [0], []
+  lock = threading.Lock()
+
+  def work(name):
+    for _ in range(20):
+      with turns.turn():
+        with lock:
+          inside[0] += 1
+          most[0] = max(most[0], inside[0])
+          order.append(name)
+        time.sleep(0.001)
+        with lock:
+          inside[0] -= 1
+
+  threads = [threading.Thread(target=work, args=(n,)) for n in 'ab']
+  [t.start() for t in threads]
+  [t.join(DEADLINE_S) for t in threads]
+  assert len(order) == 40
+  assert most[0] == (1 if enabled else 2)
+  if enabled:  # Nobody takes two turns in a row while the other waits.
+    assert max(len(run) for run in ''.join(order[2:-2]).replace('ab', 'a b').replace('ba', 'b a').split()) <= 2
