@@ -1,4 +1,4 @@
-"""The stream of prompts: a position in an environment's tasks that can be saved, restored and given back to. NumPy and standard library only.
+"""The stream of prompts: a position in an environment's tasks that can be saved, restored and given back to. NumPy and standard library.
 
 A prompt's id is its position in the stream, and the stream hands out every position once; a prompt comes again only where it was given back
 (its rollout was dropped), with the attempt it was given back with. One thread owns a stream.
@@ -62,7 +62,8 @@ class PromptStream:
     """Takes over a saved state. Raises ValueError when it belongs to another environment, seed or split."""
     for name, mine in (('environment', self._environment.name), ('seed', self._seed), ('split', self._split)):
       if state[name] != mine:
-        raise ValueError(f'The saved prompt stream has {name} {state[name]!r}, this run has {mine!r}; resume with the settings it was made with.')
+        raise ValueError(
+            f'The saved prompt stream has {name} {state[name]!r}, this run has {mine!r}; resume with the settings it was made with.')
     self._position = int(state['position'])
     self._returned = [(int(prompt_id), int(attempt)) for prompt_id, attempt in state['returned']]
     heapq.heapify(self._returned)

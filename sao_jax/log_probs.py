@@ -1,7 +1,7 @@
 """Log-probabilities of tokens, and the gradient of a loss on them, without logits of all positions at once.
 
-A policy loss is a sum over tokens of functions of one log-probability each. So the loss, its derivative by each log-probability, and from it
-the gradients by hidden states and unembedding are all known while the logits of a chunk exist:
+A policy loss is a sum over tokens of functions of one log-probability each. So the loss, its derivative by each log-probability, and from
+it the gradients by hidden states and unembedding are all known while the logits of a chunk exist:
 
     for each chunk of C selected positions:
       logits [C, V] = hidden @ unembedding / temperature           (1 product)

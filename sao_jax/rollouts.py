@@ -140,7 +140,8 @@ class Session:
         metrics=dict(self.metrics), ticket=self.ticket, started_s=self.started_s, finished_s=now_s)
 
 
-_SAVED = ('ticket', 'prompt_id', 'attempt', 'started_s', 'phase', 'actions', 'turn', 'turn_start', 'stopped_by_id', 'retry', 'oldest', 'metrics')
+_SAVED = (
+    'ticket', 'prompt_id', 'attempt', 'started_s', 'phase', 'actions', 'turn', 'turn_start', 'stopped_by_id', 'retry', 'oldest', 'metrics')
 _ARRAYS = {'tokens': np.int32, 'action_mask': bool, 'log_prob': np.float32, 'version': np.int32, 'reward': np.float32, 'turn_of': np.int32}
 
 

@@ -1,7 +1,7 @@
 """Who decodes and who holds pages: slots, the waiting line, parked sessions, eviction and preemption. Host state only.
 
-A session is parked (its turn is over: no slot, pages kept), waiting (for a slot), or active (in a slot). What does not fit is made to fit in
-this order: pages of parked sessions, the least recently used first; pages of waiting sessions, the last in line first; at last an active
+A session is parked (its turn is over: no slot, pages kept), waiting (for a slot), or active (in a slot). What does not fit is made to fit
+in this order: pages of parked sessions, the least recently used first; pages of waiting sessions, the last in line first; at last an active
 session, the latest admitted, goes back to the head of the line. The oldest active session never gives way and the pages hold at least one
 sequence of full length, so the line always moves.
 """

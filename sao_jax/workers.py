@@ -96,7 +96,8 @@ class EnvironmentPool:
     for running in overdue:
       self._give_up(running.call)
       results.append(CallResult(running.call.ticket, error=TimeoutError(
-          f'environment call of ticket {running.call.ticket}, turn {running.call.turn}, took more than task.step_timeout_s={self._timeout_s}')))
+          f'environment call of ticket {running.call.ticket}, turn {running.call.turn}, took more than '
+          f'task.step_timeout_s={self._timeout_s}')))
     return results
 
   def wait(self, timeout_s: float) -> bool:

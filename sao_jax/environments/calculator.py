@@ -91,8 +91,8 @@ class Calculator(base.Environment):
     max_calls: this many calls without an answer cut the episode.
     test_share: share of all expressions that belong to the test split, by a hash of the expression.
     demonstration_noise: probability of a mistake at each turn of a demonstration where one of `noise_kinds` is possible.
-    noise_kinds: mistakes of demonstrations, drawn uniformly among the possible ones: 'order' (an operation whose turn it is not, so that the
-      value changes), 'early' (answers with the first number though operations are left), 'digit' (one digit miscopied).
+    noise_kinds: mistakes of demonstrations, drawn uniformly among the possible ones: 'order' (an operation whose turn it is not, so that
+      the value changes), 'early' (answers with the first number though operations are left), 'digit' (one digit miscopied).
   """
 
   name = 'calculator'
@@ -145,7 +145,8 @@ class Calculator(base.Environment):
       if answer is not None and base.split_of(text_of(expression), self.test_share) == split:
         data = {'expression': expression, 'answer': answer, 'operations': sum(item in OPERATIONS for item in expression)}
         return base.Task(index, split, seed, data)
-    raise ValueError(f'No expression of the {split} split within max_value={self.max_value}; raise it, or lower max_operand or max_operations.')
+    raise ValueError(
+        f'No expression of the {split} split within max_value={self.max_value}; raise it, or lower max_operand or max_operations.')
 
   def _draw(self, rng: np.random.Generator) -> Expression:
     n = int(rng.integers(self.operations[0], self.operations[1] + 1))

@@ -1,8 +1,8 @@
 """Any data set of the reasoning-gym library as a single-turn chat: one question, one reply, a score in 0..1 by the library's own scorer.
 
 Items. The library seeds its generators with (seed + index), so that data sets with nearby seeds share items. Here every task has its own
-item seed, drawn from (seed, split, index), and the text of its question decides its split: a question of the test split is never trained on,
-whatever the seeds of the two runs. An item is made again from its seed where it is needed, so tasks stay small and plain.
+item seed, drawn from (seed, split, index), and the text of its question decides its split: a question of the test split is never trained
+on, whatever the seeds of the two runs. An item is made again from its seed where it is needed, so tasks stay small and plain.
 
 Answers. `extraction` says where the answer stands in the reply:
   'tag'          between the last '<answer>' and '</answer>'
@@ -76,8 +76,8 @@ class ReasoningGym(base.Environment):
   metric_names = ('success', 'score', 'answered', 'rejected')
 
   def __init__(
-      self, *, dataset: str = 'chain_sum', params: Mapping[str, Any] | None = None, system_prompt: str = DEFAULT_SYSTEM, extraction: str = 'tag',
-      reward: str = 'score', success_threshold: float = 1.0, test_share: float = 0.2,
+      self, *, dataset: str = 'chain_sum', params: Mapping[str, Any] | None = None, system_prompt: str = DEFAULT_SYSTEM,
+      extraction: str = 'tag', reward: str = 'score', success_threshold: float = 1.0, test_share: float = 0.2,
   ):
     for name, value, choices in (('extraction', extraction, EXTRACTIONS), ('reward', reward, REWARDS)):
       if value not in choices:

@@ -2,7 +2,8 @@
 
 Both take q [B, T, H, d] and k, v [B, T, K, d] with H a multiple of K: query head h reads key head h // (H // K). Rows are padded on the
 right, so a real token comes before all padding and never sees any. Scores and softmax are float32. The G = H // K query heads of one key
-head are laid side by side with the positions, which makes every product a batch of [G*T, d] x [d, T], the shape that XLA multiplies fastest.
+head are laid side by side with the positions, which makes every product a batch of [G*T, d] x [d, T], the shape that XLA multiplies
+fastest.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
   chat_template: str
 
   def encode(self, text: str, *, parse_special: bool = True) -> list[int]:
-    """Ids of `text`, nothing added. With `parse_special`, the text of a special token becomes its id; without, it is text like any other."""
+    """Ids of `text`, nothing added. With `parse_special`, the text of a special token becomes its id; without, it is like any other."""
     ...
 
   def decode(self, ids: Iterable[int]) -> str:
@@ -44,6 +44,10 @@ class Tokenizer(Protocol):
 
   def special_id(self, name: str) -> int:
     """Id of the special token `name`. Raises ValueError if there is none."""
+    ...
+
+  def save(self, folder: pathlib.Path) -> None:
+    """Writes the tokenizer into `folder`, so that `load` finds it there."""
     ...
 
 
@@ -72,6 +76,7 @@ class _Base:
 class ByteTokenizer(_Base):
   """Ids 0..255 are bytes of UTF-8; 256 pad, 257 start of text, 258 end of turn."""
 
+  NAME = 'sao_jax.ByteTokenizer'
   vocab_size = 259
   pad_id = 256
   bos_id = 257
@@ -94,6 +99,10 @@ class ByteTokenizer(_Base):
   def token_bytes(self, token: int) -> bytes:
     self._check(token)
     return self._names[token] if token in self._names else bytes([token])
+
+  def save(self, folder: pathlib.Path) -> None:
+    """Writes a `tokenizer_config.json` that `load` knows."""
+    (folder / 'tokenizer_config.json').write_text(json.dumps({'tokenizer_class': self.NAME}))
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -221,10 +230,12 @@ def make(config: ModelConfig) -> Tokenizer:
   return load(config.pretrained)
 
 
-def load(name: str) -> PretrainedTokenizer:
+def load(name: str) -> Tokenizer:
   """Tokenizer of a pretrained model: a known name, a .gguf file, or a Hugging Face folder."""
   path = files.locate(name)
   if path.is_dir():
+    if files.read_json(path / 'tokenizer_config.json').get('tokenizer_class') == ByteTokenizer.NAME:
+      return ByteTokenizer()
     return from_folder(path, files.read_json(path / 'config.json').get('vocab_size'))
   return from_gguf(files.open_gguf(path), str(path))
 

@@ -6,8 +6,8 @@
 How queries see keys is not decided here: each block hands its rotated q, k, v and one layer of the caller's attention state to the
 `attend` function it was given. The learner passes a function of `attention.py` and no state, the sampler its cache.
 
-Blocks are unrolled ('trunk.layers.3.mlp.up', one state per layer in a list), or with `scan_layers` stacked and scanned ('trunk.layers.mlp.up'
-with a leading axis 'layers', states stacked the same way). `stack_layers` and `unstack_layers` turn one into the other.
+Blocks are unrolled ('trunk.layers.3.mlp.up', one state per layer in a list), or with `scan_layers` stacked and scanned
+('trunk.layers.mlp.up' with a leading axis 'layers', states stacked the same way). `stack_layers` and `unstack_layers` turn one into the other.
 
 Every parameter carries logical axis names in its metadata `axes`. Parameters travel as a flat dictionary from dotted path to array.
 """
@@ -248,7 +248,9 @@ def split(model: nnx.Module) -> tuple[nnx.GraphDef, Params]:
   return definition, {_path(p): v.get_value() for p, v in nnx.to_flat_state(state)}
 
 
-def abstract(kind: type[nnx.Module], config: ModelConfig) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct], dict[str, tuple[str, ...]]]:
+def abstract(
+    kind: type[nnx.Module], config: ModelConfig
+) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct], dict[str, tuple[str, ...]]]:
   """Definition, shapes and logical axes of `Policy` or `ValueModel`, without allocating anything."""
   model = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
   definition, state = nnx.split(model, nnx.Param)
