@@ -69,7 +69,7 @@ class SamplerConfig:
   prefill_lengths: tuple[int, ...] = (16, 64)  # Buckets of new tokens; longer prompts go in several chunks of the last one.
   prefill_rows: tuple[int, ...] = (8, 64)  # Buckets of rows in one prefill call.
   prefill_chunks: int = 4  # Prefill calls in a row for a long prompt, before the others decode their next chunk.
-  cache_lengths: tuple[int, ...] = ()  # Buckets of cached length seen by attention; () for powers of two of pages up to the longest.
+  cache_lengths: tuple[int, ...] = ()  # Buckets of cached length seen by attention; () for 4, 8, 16, ... pages up to the longest.
   temperature: float = 1.0
   top_p: float = 1.0
   top_k: int = 0  # 0: off.

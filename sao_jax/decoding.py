@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 import numpy as np
 
-from sao_jax import prng
 from sao_jax import sampling
 from sao_jax import sharding
 from sao_jax.config import ModelConfig, SamplerConfig
@@ -27,7 +26,7 @@ from sao_jax.models import kv_cache
 from sao_jax.models import transformer
 from sao_jax.types import Params
 
-DECODE_HEADER = 5  # Columns of a decode input before the page slots: token, position, prompt id low, high, attempt.
+DECODE_HEADER = 4  # Columns of a decode input before the page slots: token, position, the two words of the row's key.
 PREFILL_HEADER = 1  # Columns of a prefill input before tokens and page slots: cached length.
 
 
@@ -67,7 +66,7 @@ def make_shapes(model: ModelConfig, config: SamplerConfig, mesh: Mesh, max_lengt
   if config.cache_lengths:
     cached = {min(-(-n // page) * page, longest) for n in config.cache_lengths}
   else:
-    cached = {min(page * 2**i, longest) for i in range(longest.bit_length())}
+    cached = {min(4 * page * 2**i, longest) for i in range(longest.bit_length())}
   cached.add(longest)
   return Shapes(
       model=model, mesh=mesh, slots=config.slots, chunk_steps=config.chunk_steps, page_size=page, pages=pages,
@@ -99,7 +98,6 @@ class Programs:
     params, whole = self.param_shardings, self.whole
     self.init_pool = jax.jit(
         lambda: kv_cache.zeros(model, shapes.pages, shapes.page_size, jnp.dtype(shapes.dtype)), out_shardings=pool)
-    self.seed_key = jax.jit(lambda words: prng.stream(_fold_words(words), 'sampler'), in_shardings=whole, out_shardings=whole)
     self.rebuild = jax.jit(kv_cache.gather, in_shardings=(pool, whole), out_shardings=work)
     self.load = jax.jit(
         lambda old, pages, packed: kv_cache.load(old, pages, packed[:, 0], packed[:, 1:]),
@@ -107,7 +105,7 @@ class Programs:
     self.prefill = jax.jit(
         functools.partial(_prefill, shapes), in_shardings=(params, pool, whole, whole), out_shardings=pool, donate_argnums=(1,))
     self.decode = jax.jit(
-        functools.partial(_decode, shapes), in_shardings=(params, pool, work, whole, whole, whole, whole),
+        functools.partial(_decode, shapes), in_shardings=(params, pool, work, whole, whole, whole),
         out_shardings=(pool, work, whole, whole), donate_argnums=(1, 2))
 
   def _cache_sharding(self, rows: int, length: int) -> Any:
@@ -138,12 +136,10 @@ class Programs:
     for cached in shapes.cached:
       pages = cached // shapes.page_size
       work = self.rebuild(pool, self.put(np.zeros((shapes.slots, pages), np.int32)))
-      for rows in shapes.prefill_rows:
-        skip = np.zeros((rows, 1 + pages), np.int32)
-        skip[:, 0] = shapes.slots
-        work = self.load(work, pool, self.put(skip))
-      scalars = self.put((np.int32(1), np.float32(1.0)))
-      pool, *_ = self.decode(params, pool, work, self.put(packed), *scalars, self.seed_key(self.put(np.zeros(2, np.uint32))))
+      skip = np.zeros((shapes.prefill_rows[0], 1 + pages), np.int32)
+      skip[:, 0] = shapes.slots
+      work = self.load(work, pool, self.put(skip))
+      pool, *_ = self.decode(params, pool, work, *self.put((packed, np.int32(1), np.float32(1.0))))
     return jax.block_until_ready(pool)
 
 
@@ -151,11 +147,6 @@ class Programs:
 def programs(shapes: Shapes) -> Programs:
   """The compiled functions of `shapes`, shared by all samplers that have it."""
   return Programs(shapes)
-
-
-def _fold_words(words: jax.Array) -> jax.Array:
-  """Key of a 64-bit seed given as u32[2], low word first."""
-  return jax.random.fold_in(jax.random.key(words[0]), words[1])
 
 
 def _prefill(shapes: Shapes, params: Params, pool: kv_cache.Cache, packed: jax.Array, tables: jax.Array) -> kv_cache.Cache:
@@ -176,23 +167,21 @@ def _prefill(shapes: Shapes, params: Params, pool: kv_cache.Cache, packed: jax.A
 
 def _decode(
     shapes: Shapes, params: Params, pool: kv_cache.Cache, work: kv_cache.Cache, packed: jax.Array, steps: jax.Array,
-    temperature: jax.Array, seed_key: jax.Array
+    temperature: jax.Array
 ) -> tuple[kv_cache.Cache, kv_cache.Cache, jax.Array, jax.Array]:
   """One chunk: `steps` <= chunk_steps tokens for every row.
 
   Args:
-    packed: i32[B, 5 + C]: token to feed, its position (= cached length), prompt id low and high, attempt, then C page slots.
+    packed: i32[B, 4 + C]: token to feed, its position (= cached length), two words of the row's key, then C page slots.
     steps: i32[], how many steps to take.
-    temperature: f32[].
-    seed_key: key[].
+    temperature: f32[]; 0 is greedy.
 
   Returns:
     Pages and rows with the new keys and values; tokens i32[C, B] and log_probs f32[C, B], of which the first `steps` rows count.
   """
   b, c = packed.shape[0], shapes.chunk_steps
   start, slots = packed[:, 1], packed[:, DECODE_HEADER:]
-  prompt = jax.lax.bitcast_convert_type(packed[:, 2:5], jnp.uint32)
-  keys = sampling.row_keys(seed_key, prompt[:, 0], prompt[:, 1], prompt[:, 2])
+  keys = jax.lax.bitcast_convert_type(packed[:, 2:4], jnp.uint32)
   model = transformer.merge(transformer.Policy, shapes.model, params)
   shard = sharding.shard_fn(shapes.mesh)
 

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from sao_jax import decoding
+from sao_jax import sampling
 from sao_jax import sharding
 from sao_jax.config import ModelConfig, SamplerConfig
 from sao_jax.paging import PagePool
@@ -76,8 +77,9 @@ class Sampler:
     """Forgets every session and counter and starts anew with other parameters, seed and temperature (0: greedy); nothing compiles."""
     if not 0.0 <= temperature < float('inf'):
       raise ValueError(f'temperature must be a number of at least 0, got {temperature}.')
-    words = np.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], np.uint32)
-    self._seed_key = self._programs.seed_key(self._programs.put(words))
+    if not 0 <= seed < 2**64:
+      raise ValueError(f'seed must be in [0, 2^64), got {seed}.')
+    self._seed = seed
     self._temperature = self._programs.put(np.float32(temperature))
     self._schedule = Schedule(self._shapes.slots, PagePool(self._shapes.pages, self._shapes.page_size))
     self._stats = dict.fromkeys((
@@ -105,7 +107,8 @@ class Sampler:
       raise ValueError(f'Session {request.session} may only be extended, but its first {session.cached} tokens changed; release it first.')
     start = len(tokens) if request.turn_start < 0 else request.turn_start
     token_bytes = self._tokenizer.token_bytes if self._tokenizer is not None else None
-    session.begin(request, tokens, StopMatcher(request.stop_ids, request.stop_strings, token_bytes, tokens[start:]))
+    matcher = StopMatcher(request.stop_ids, request.stop_strings, token_bytes, tokens[start:])
+    session.begin(request, tokens, matcher, sampling.row_key(self._seed, request.prompt_id, request.attempt))
     sessions[request.session] = session
     self._schedule.waiting.append(session)
 
@@ -251,15 +254,13 @@ class Sampler:
     packed = np.zeros((shapes.slots, decoding.DECODE_HEADER + shapes.chunk_steps), np.int32)
     packed[:, decoding.DECODE_HEADER:] = shapes.pages * shapes.page_size
     for session in ready:
-      request, row = session.request, packed[session.slot]
-      row[0], row[1] = session.tokens[session.length - 1], session.cached
-      row[2:4] = np.array([request.prompt_id], np.int64).view(np.int32)
-      row[4] = request.attempt
+      row = packed[session.slot]
+      row[0], row[1], row[2:4] = session.tokens[session.length - 1], session.cached, session.key
       n = min(steps, session.remaining)
       pages = np.asarray(self._schedule.pages.pages(session.number), np.int32)
       row[decoding.DECODE_HEADER: decoding.DECODE_HEADER + n] = self._page_slots(pages, session.cached, n)
     self._pool, self._work, tokens, log_probs = self._programs.decode(
-        self._params, self._pool, self._work, self._programs.put(packed), self._steps[steps], self._temperature, self._seed_key)
+        self._params, self._pool, self._work, self._programs.put(packed), self._steps[steps], self._temperature)
     tokens, log_probs = jax.device_get((tokens, log_probs))
     self._stats['chunks'] += 1
     self._stats['slot_steps_total'] += steps * shapes.slots
@@ -275,8 +276,10 @@ class Sampler:
     """Makes `work` hold the rows of `ready`, in the smallest bucket that covers them."""
     shapes = self._shapes
     needed = decoding.bucket(shapes.cached, max(s.cached for s in ready))
+    new = [s for s in ready if not s.loaded]
+    most = shapes.prefill_rows[0]
     self._small_chunks = self._small_chunks + 1 if needed < self._bucket else 0
-    if needed > self._bucket or self._small_chunks > SHRINK_AFTER:
+    if needed > self._bucket or self._small_chunks > SHRINK_AFTER or len(new) > max(2 * most, shapes.slots // 2):
       self._bucket, self._small_chunks = needed, 0
       tables = np.zeros((shapes.slots, needed // shapes.page_size), np.int32)
       for session in ready:
@@ -284,13 +287,10 @@ class Sampler:
         session.loaded = True
       self._work = self._programs.rebuild(self._pool, self._programs.put(tables))
       return
-    new = [s for s in ready if not s.loaded]
-    most = shapes.prefill_rows[-1]
     for i in range(0, len(new), most):
-      part = new[i: i + most]
-      packed = np.zeros((decoding.bucket(shapes.prefill_rows, len(part)), 1 + self._bucket // shapes.page_size), np.int32)
+      packed = np.zeros((most, 1 + self._bucket // shapes.page_size), np.int32)
       packed[:, 0] = shapes.slots  # Rows to skip.
-      for row, session in zip(packed, part):
+      for row, session in zip(packed, new[i: i + most]):
         row[0] = session.slot
         self._fill_table(row[1:], session)
         session.loaded = True

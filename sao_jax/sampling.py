@@ -13,32 +13,35 @@ Each level has its own 24-bit uniform and a cumulative sum over at most a few hu
 
 from __future__ import annotations
 
+import hashlib
+import struct
+
 import jax
+from jax.extend.random import threefry2x32_p
 import jax.numpy as jnp
+import numpy as np
 
 BLOCK = 128  # Vocabulary entries of one block.
 GROUP = 32  # Blocks of one group.
 
 
-def row_keys(seed_key: jax.Array, prompt_low: jax.Array, prompt_high: jax.Array, attempt: jax.Array) -> jax.Array:
-  """Key of each row, key[B].
-
-  Args:
-    seed_key: key[] of the run's sampling stream.
-    prompt_low, prompt_high: u32[B], the halves of the 64-bit prompt id.
-    attempt: u32[B].
-  """
-
-  def fold(low, high, tries):
-    key = jax.random.fold_in(jax.random.fold_in(seed_key, low), high)
-    return jax.random.fold_in(key, tries)
-
-  return jax.vmap(fold)(prompt_low, prompt_high, attempt)
+def row_key(seed: int, prompt_id: int, attempt: int) -> np.ndarray:
+  """Key u32[2] of every token that one attempt at one prompt draws: a hash of the three, each in [0, 2^64)."""
+  words = struct.pack('<3Q', seed, prompt_id, attempt)
+  return np.frombuffer(hashlib.blake2b(words, digest_size=8, person=b'sao_jax.sampler').digest(), np.uint32)
 
 
 def token_bits(keys: jax.Array, position: jax.Array) -> jax.Array:
-  """u32[B, 3]: the random bits of the token at `position` i32[B] (its index in the whole sequence) of each row."""
-  return jax.vmap(lambda key, p: jax.random.bits(jax.random.fold_in(key, p), (3,), jnp.uint32))(keys, position)
+  """Random bits u32[B, 4] of one token of each row: Threefry-2x32 of the counters (position, 0) and (position, 1).
+
+  Args:
+    keys: u32[B, 2] from `row_key`.
+    position: i32[B], index of the token in its whole sequence.
+  """
+  shape = (keys.shape[0], 2)
+  counter = jnp.broadcast_to(position.astype(jnp.uint32)[:, None], shape), jnp.broadcast_to(jnp.arange(2, dtype=jnp.uint32), shape)
+  words = threefry2x32_p.bind(*(jnp.broadcast_to(keys[:, i, None], shape) for i in range(2)), *counter)
+  return jnp.concatenate(words, axis=-1)
 
 
 def uniform(bits: jax.Array) -> jax.Array:
@@ -81,7 +84,7 @@ def draw(logits: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
   Args:
     logits: f32[B, V], already divided by the temperature. -inf is probability 0. A row without a finite maximum, or with a NaN, gives
       a NaN log-probability: the caller must look.
-    bits: u32[B, 3] from `token_bits`.
+    bits: u32[B, 4] from `token_bits`.
 
   Returns:
     token i32[B] in [0, V), and log_prob f32[B] in nats.
@@ -135,7 +138,7 @@ def sample(
 
   Args:
     logits: f32[B, V] of the model.
-    keys: key[B] from `row_keys`.
+    keys: u32[B, 2] from `row_key`.
     position: i32[B], index of the new token in its sequence.
     temperature: f32[]; 0 takes the most probable token, with its log-probability at temperature 1.
     top_p, top_k: see `restrict`; ignored at temperature 0.

@@ -83,15 +83,16 @@ class Session:
     self.length = self.cached = 0
     self.request: Request | None = None
     self.matcher: StopMatcher | None = None
+    self.key = np.zeros(2, np.int32)
     self.log_probs, self.versions = np.zeros(0, np.float32), np.zeros(0, np.int32)
     self.submitted = 0  # Length of the sequence at submit.
     self.slot = -1
     self.loaded = False  # In the rows that decode.
     self.order = 0  # Of admission while active, of last use while parked.
 
-  def begin(self, request: Request, tokens: np.ndarray, matcher: StopMatcher) -> None:
-    """Takes the request; `tokens` i32[n] extend what is cached."""
-    self.request, self.matcher = request, matcher
+  def begin(self, request: Request, tokens: np.ndarray, matcher: StopMatcher, key: np.ndarray) -> None:
+    """Takes the request; `tokens` i32[n] extend what is cached; `key` u32[2] is that of its noise."""
+    self.request, self.matcher, self.key = request, matcher, key.view(np.int32)
     self.submitted = self.length = len(tokens)
     self.cached = min(self.cached, len(tokens) - 1)
     self.tokens = np.zeros(len(tokens) + request.max_new_tokens, np.int32)
