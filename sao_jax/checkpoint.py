@@ -152,7 +152,7 @@ class Checkpointer:
     if wrong:
       raise TypeError(f'{wrong[0]} is a {type(flat[wrong[0]]).__name__}, not a jax.Array; other values belong in the host state.')
     data = host_state.encode({'host': dict(host), 'arrays': {name: _description(leaf) for name, leaf in flat.items()}})
-    args = _Items(arrays=ocp.args.StandardSave(flat), host=_HostSave(data))
+    args = _Items(arrays=ocp.args.StandardSave({n: leaf for n, leaf in flat.items() if leaf.size}), host=_HostSave(data))
     try:
       self._checkpointer.save(self._directory / str(step), args=args)
     except Exception as error:
@@ -193,12 +193,13 @@ class Checkpointer:
     saved = self._read_host(step)['arrays']
     flat = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for name, leaf in flatten(like).items()}
     self._compare(step, saved, {name: _description(leaf) for name, leaf in flat.items()})
-    args = _Items(arrays=ocp.args.StandardRestore(flat))
+    args = _Items(arrays=ocp.args.StandardRestore({n: leaf for n, leaf in flat.items() if leaf.size}))
     try:
-      restored = self._checkpointer.restore(self._directory / str(step), args=args)['arrays']
+      found = self._checkpointer.restore(self._directory / str(step), args=args)['arrays']
     except Exception as error:
       raise self._damaged(step, str(error)) from error
-    return jax.tree.unflatten(jax.tree.structure(like), [restored[name] for name in flat])
+    empty = {n: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for n, x in flat.items() if not x.size}  # Orbax writes none.
+    return jax.tree.unflatten(jax.tree.structure(like), [(found | empty)[name] for name in flat])
 
   def restore_host(self, step: int) -> dict[str, Any]:
     """Host state of `step`. Raises CheckpointError when it is missing or damaged."""
