@@ -152,7 +152,7 @@ class ReinforcementLearning:
     return {
         **self.queue.metrics(), 'policy_step': float(self.run_state.progress.version),
         'sampler/tokens_per_s': Stat(delta['tokens_drawn'], delta['clock_s']),
-        'sampler/slot_occupancy': Stat(delta['slot_steps'], delta['slot_steps_total']),
+        'sampler/slot_occupancy': Stat(delta['tokens_drawn'], delta['slot_steps_total']),
         'sampler/tokens_recomputed': Stat(delta['tokens_recomputed'], 1.0), 'sampler/evictions': Stat(delta['evictions'], 1.0),
         'sampler/params_stall_s': Stat(delta['params_stall_s'], delta['updates']),
         'time/sampler_wait_fraction': Stat(delta['idle_s'], delta['clock_s']),
