@@ -156,7 +156,7 @@ class ReinforcementLearning:
         'sampler/tokens_recomputed': Stat(delta['tokens_recomputed'], 1.0), 'sampler/evictions': Stat(delta['evictions'], 1.0),
         'sampler/params_stall_s': Stat(delta['params_stall_s'], delta['updates']),
         'time/sampler_wait_fraction': Stat(delta['idle_s'], delta['clock_s']),
-        **self.store.metrics(), 'time/run_s': self.clock.now()}
+        'time/publish_s': Stat(self.store.publish_s, 1.0), 'time/run_s': self.clock.now()}
 
   def _report_quarantine(self) -> None:
     """Keeps what failed the queue's check, with the reason, in the workdir."""
