@@ -160,6 +160,20 @@ def test_close_frees_a_thread_that_hangs_in_an_async_environment():
   environment.close()
   thread.join(10)
   assert not thread.is_alive() and errors == ['cancelled by close'] and environment.loops[0].is_closed()
+  assert environment.closed_in is environment.loops[0]
+
+
+def test_async_environment_works_inside_a_running_loop():
+  """As in a notebook, whose main thread runs a loop."""
+  environment = Echo()
+
+  async def cell():
+    assert environment.reset(TASK).text == 'go'
+    assert environment.step('x').observation.text == 'x'
+    environment.close()
+
+  asyncio.run(cell())
+  assert environment.closed_in is environment.loops[0] and environment.loops[0].is_closed()
 
 
 def test_async_environment_closed_before_its_first_call():

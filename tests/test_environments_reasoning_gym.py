@@ -71,6 +71,7 @@ def test_the_demonstrated_answer_scores_1(dataset):
     ('tag', '<answer>1\n2</answer>', '1\n2'),
     ('last_number', '12 + 7 = 19.', '19'), ('last_number', 'so 5 - 8 = -3', '-3'), ('last_number', '1,024.50 euros', '1024.50'), ('last_number', '12-7', '7'),
     ('last_number', 'none', None), ('last_number', '3, 4,', '4'), ('last_number', '(3)-4', '4'), ('last_number', '', None),
+    ('last_number', 'hm...5', '5'), ('last_number', '=-0.5', '-0.5'), ('last_number', '$-7', '-7'),
     ('last_line', 'first\n  second \n\n', 'second'), ('last_line', ' \n', None), ('whole', ' a\nb ', 'a\nb'), ('whole', '', None),
 ])
 def test_extraction(extraction, reply, answer):
@@ -171,7 +172,7 @@ def test_a_broken_generator_is_a_failure(monkeypatch):
 
 ATTACKS = (
     "__import__('os').system('touch owned')", "[__import__('pathlib').Path('owned').touch()]", '().__class__.__mro__[1].__subclasses__()',
-    "open('owned', 'w')", '9**9**9', '9 * * 9', '(9)**(9)**(9)', '(' * 400 + ')' * 400, '[' * 10**5, "S('x')", '1' * 499, '9' * 10**6, 'lambda: 0', '\\', "f'{1}'")
+    "open('owned', 'w')", '9**9**9', '9 * * 9', '(9)**(9)**(9)', '(' * 400 + ')' * 400, '[' * 10**5, "S('x')", '1' * 499, '1' * 400 + 'x', '9' * 10**6, 'lambda: 0', '\\', "f'{1}'")
 
 
 @pytest.mark.parametrize('dataset', sorted(reasoning_gym.GUARDS))

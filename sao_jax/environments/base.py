@@ -16,11 +16,12 @@ Time limits are not an environment's business: the pool that calls it has them.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import dataclasses
 import hashlib
 import math
 import threading
-from typing import Any, Coroutine, Mapping
+from typing import Any, Awaitable, Coroutine, Mapping
 
 import numpy as np
 
@@ -141,7 +142,7 @@ class AsyncEnvironment(Environment):
     raise NotImplementedError(f'{type(self).__name__} has no step_async.')
 
   async def close_async(self) -> None:
-    """Closes connections; runs on the object's own loop, unless a call still hangs there."""
+    """Closes connections; runs on the object's own loop after its last call."""
 
   def reset(self, task: Task) -> Observation:
     return self._run(self.reset_async(task))
@@ -157,14 +158,14 @@ class AsyncEnvironment(Environment):
       self._loop = self._loop or asyncio.new_event_loop()
       self._running = task = self._loop.create_task(coroutine)
     try:
-      return self._loop.run_until_complete(task)
+      return _drive(self._loop, task)
     except asyncio.CancelledError as error:
       raise EnvironmentFailure('cancelled by close') from error
     finally:
       with self._lock:
         self._running, closed = None, self._closed
       if closed:
-        self._loop.close()
+        self._end_loop()
 
   def close(self) -> None:
     with self._lock:
@@ -174,8 +175,23 @@ class AsyncEnvironment(Environment):
       if running is not None:
         loop.call_soon_threadsafe(running.cancel)
     if running is None and loop is not None:
-      loop.run_until_complete(self.close_async())
-      loop.close()
+      self._end_loop()
+
+  def _end_loop(self) -> None:
+    try:
+      _drive(self._loop, self.close_async())
+    finally:
+      self._loop.close()
+
+
+def _drive(loop: asyncio.AbstractEventLoop, work: Awaitable[Any]) -> Any:
+  """Result of `work` on `loop`; in a thread of its own where this thread runs a loop already, as notebooks do."""
+  try:
+    asyncio.get_running_loop()
+  except RuntimeError:
+    return loop.run_until_complete(work)
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    return pool.submit(loop.run_until_complete, work).result()
 
 
 def generator(name: str, *counters: int) -> np.random.Generator:

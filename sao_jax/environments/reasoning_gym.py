@@ -36,7 +36,7 @@ REWARDS = ('score', 'success')
 DEFAULT_SYSTEM = 'Answer the question. Write the final answer, and nothing else, between <answer> and </answer>.'
 
 _LISTS = re.compile(r'[0-9\[\], \n-]*')
-_ARITHMETIC = re.compile(r'(?:[0-9]{1,9}|[+\-/() ]|\*(?!\s*\*))*')  # No power: '9**9**9' takes for ever.
+_ARITHMETIC = re.compile(r'(?:[0-9+\-/() ]|\*(?! *\*))*')  # No power: '9**9**9' takes for ever.
 GUARDS = {  # Data sets whose scorer evaluates the answer (reasoning-gym 0.1.25): what it may look like.
     'binary_matrix': _LISTS,
     'spiral_matrix': _LISTS,
@@ -47,7 +47,7 @@ GUARDS = {  # Data sets whose scorer evaluates the answer (reasoning-gym 0.1.25)
 }
 REFUSED = ('intermediate_integration', 'polynomial_multiplication', 'simple_integration')  # Their scorers evaluate symbolic answers.
 
-_NUMBER = re.compile(r'(?<![0-9.,])(?:(?<!\))-)?[0-9][0-9,]*(?:\.[0-9]+)?')
+_NUMBER = re.compile(r'(?:(?<![0-9)])-)?[0-9][0-9,]*(?:\.[0-9]+)?')  # In '12-7' and '(3)-4' the minus is no sign.
 _local = threading.local()  # Scoring data sets of this thread, by (name, parameters).
 
 
