@@ -46,8 +46,8 @@ class Scripted(base.Environment):
 
   def __init__(
       self, *, turns: int = 1, max_turns: int = 0, target: str = 'a', observation: str = 'ok\n', prompt_length: int = 4,
-      latency_s: float = 0.0, latency_sigma: float = 1.5, latency_max_s: float = 60.0, sleep: bool = True, failure_rate: float = 0.0, failing_attempts: int = 0,
-      hang_rate: float = 0.0, hang_s: float = 3600.0, truncate_rate: float = 0.0, noise: float = 0.5,
+      latency_s: float = 0.0, latency_sigma: float = 1.5, latency_max_s: float = 60.0, sleep: bool = True,
+      failure_rate: float = 0.0, failing_attempts: int = 0, hang_rate: float = 0.0, hang_s: float = 3600.0, truncate_rate: float = 0.0, noise: float = 0.5,
   ):
     base.check_range('turns', turns, 1, 1000)
     if max_turns != 0:
@@ -56,7 +56,8 @@ class Scripted(base.Environment):
     base.check_range('failing_attempts', failing_attempts, 0, 1000)
     for name, value, high in (
         ('latency_s', latency_s, 1e6), ('latency_sigma', latency_sigma, 10.0), ('latency_max_s', latency_max_s, 1e6),
-        ('hang_s', hang_s, 1e6), ('failure_rate', failure_rate, 1.0), ('hang_rate', hang_rate, 1.0), ('truncate_rate', truncate_rate, 1.0), ('noise', noise, 1.0)):
+        ('hang_s', hang_s, 1e6), ('failure_rate', failure_rate, 1.0), ('hang_rate', hang_rate, 1.0),
+        ('truncate_rate', truncate_rate, 1.0), ('noise', noise, 1.0)):
       base.check_range(name, value, 0.0, high)
     if not isinstance(target, str) or len(target) != 1 or target in self.stop_strings:
       raise ValueError(f'target must be one character other than a newline, got {target!r}.')
