@@ -7,7 +7,8 @@ How queries see keys is not decided here: each block hands its rotated q, k, v a
 `attend` function it was given. The learner passes a function of `attention.py` and no state, the sampler its cache.
 
 Blocks are unrolled ('trunk.layers.3.mlp.up', one state per layer in a list), or with `scan_layers` stacked and scanned
-('trunk.layers.mlp.up' with a leading axis 'layers', states stacked the same way). `stack_layers` and `unstack_layers` turn one into the other.
+('trunk.layers.mlp.up' with a leading axis 'layers', states stacked the same way). `stack_layers` and `unstack_layers` turn one into
+the other.
 
 Every parameter carries logical axis names in its metadata `axes`. Parameters travel as a flat dictionary from dotted path to array.
 """
