@@ -36,7 +36,8 @@ def test_given_back_prompts_come_first_whatever_the_order_they_came_back_in():
     assert got[0][2].data == ENVIRONMENT.sample_task(1, 'train', 0).data
 
 
-@pytest.mark.parametrize('item,message', [((3, 1), 'never handed out'), ((-1, 1), 'never handed out'), ((0, -1), 'negative'), ((1, 1), 'twice')])
+@pytest.mark.parametrize('item,message', [
+    ((3, 1), 'never handed out'), ((-1, 1), 'never handed out'), ((0, -1), 'negative'), ((1, 1), 'twice')])
 def test_give_back_refuses(item, message):
   mine = stream()
   for _ in range(3):

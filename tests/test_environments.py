@@ -282,7 +282,8 @@ def test_scripted_demonstrations_have_the_noise_asked_for():
 
 @pytest.mark.parametrize('settings,message', [
     (dict(turns=0), 'turns must be'), (dict(turns=3, max_turns=2), 'max_turns must be'), (dict(target='ab'), 'one character'),
-    (dict(target='\n'), 'newline'), (dict(failure_rate=1.5), 'failure_rate'), (dict(latency_s=-1), 'latency_s'), (dict(observation=''), 'empty'),
+    (dict(target='\n'), 'newline'), (dict(failure_rate=1.5), 'failure_rate'), (dict(latency_s=-1), 'latency_s'),
+    (dict(observation=''), 'empty'),
     (dict(hang_rate=float('nan')), 'hang_rate'), (dict(sleep=1), 'sleep'),
 ])
 def test_scripted_refuses(settings, message):

@@ -102,9 +102,11 @@ def test_episodes_by_hand(actions, texts, reward):
 def test_metrics_tell_direct_answers_and_useless_calls():
   environment = make()
   assert play(environment, task_of(EXAMPLE), ['=33.'])[1].metrics == {
-      'success': 1.0, 'tool_calls': 0.0, 'unused_calls': 0.0, 'malformed': 0.0, 'answered_directly': 1.0, 'direct_success': 1.0, 'operations': 2.0}
+      'success': 1.0, 'tool_calls': 0.0, 'unused_calls': 0.0, 'malformed': 0.0, 'answered_directly': 1.0, 'direct_success': 1.0,
+      'operations': 2.0}
   assert play(environment, task_of(EXAMPLE), ['junk\n', '[7+3]', '=1.'])[1].metrics == {
-      'success': 0.0, 'tool_calls': 1.0, 'unused_calls': 1.0, 'malformed': 1.0, 'answered_directly': 0.0, 'direct_success': 0.0, 'operations': 2.0}
+      'success': 0.0, 'tool_calls': 1.0, 'unused_calls': 1.0, 'malformed': 1.0, 'answered_directly': 0.0, 'direct_success': 0.0,
+      'operations': 2.0}
 
 
 def test_metrics_are_there_at_every_step():
@@ -149,8 +151,9 @@ def test_reset_leaves_nothing_of_an_earlier_episode():
 
 
 @pytest.mark.parametrize('action', [
-    '', ' ', ']', '.', '\n', '[]', '=.', '[7*3', '7*3]', '[ 7*3]', '[7 *3]', '[7**3]', '[07*3]', '[7*3]]'[1:], '[7/3]', '[7*3.0]', '=33', '=033.', '=3e1.',
-    '=+33.', '=--33.', '=٣٣.', '[７*3]', '[7*3*1]', '[1_0+2]', '=0x21.', '[(7)*3]', '\x00', '[7*' + '3' * (MAX_DIGITS + 1) + ']', '=' + '1' * 5000 + '.',
+    '', ' ', ']', '.', '\n', '[]', '=.', '[7*3', '7*3]', '[ 7*3]', '[7 *3]', '[7**3]', '[07*3]', '[7*3]]'[1:], '[7/3]', '[7*3.0]', '=33',
+    '=033.', '=3e1.', '=+33.', '=--33.', '=٣٣.', '[７*3]', '[7*3*1]', '[1_0+2]', '=0x21.', '[(7)*3]', '\x00',
+    '[7*' + '3' * (MAX_DIGITS + 1) + ']', '=' + '1' * 5000 + '.',
     '[__import__("os").system("true")]', '=().__class__.__mro__[1].__subclasses__().', '[9**9**9]', '=9**9**9.',
 ])
 def test_malformed_actions_are_told_and_run_nothing(action, tmp_path, monkeypatch):
@@ -166,7 +169,8 @@ def test_what_trails_the_stop_string_is_not_looked_at():
   assert play(make(), task_of(EXAMPLE), ['[7*3]] =9', '[12+21]\n', '=33. '])[1].reward == 1.0
 
 
-@pytest.mark.parametrize('text', ['(' * 10**6, '[' * 10**6, '9' * 10**6, '=' + '9' * 10**6 + '.', '[' + '1+' * 500_000 + '1]', '\U0010ffff' * 10**6])
+@pytest.mark.parametrize('text', [
+    '(' * 10**6, '[' * 10**6, '9' * 10**6, '=' + '9' * 10**6 + '.', '[' + '1+' * 500_000 + '1]', '\U0010ffff' * 10**6])
 def test_a_million_characters_are_one_malformed_action(text):
   environment = make(max_malformed=100)
   environment.reset(task_of(EXAMPLE))
@@ -226,7 +230,8 @@ def test_difficulty_varies_as_set():
 
 
 @pytest.mark.parametrize('settings,message', [
-    (dict(min_operations=0), 'min_operations'), (dict(min_operations=3, max_operations=2), 'max_operations'), (dict(min_operand=-1), 'min_operand'),
+    (dict(min_operations=0), 'min_operations'), (dict(min_operations=3, max_operations=2), 'max_operations'),
+    (dict(min_operand=-1), 'min_operand'),
     (dict(min_operand=50, max_operand=40), 'max_operand'), (dict(operators='+/'), 'operators'), (dict(operators=''), 'operators'),
     (dict(parentheses=1.5), 'parentheses'), (dict(max_value=5), 'max_value'), (dict(max_malformed=0), 'max_malformed'),
     (dict(max_calls=2), 'max_calls'), (dict(test_share=0), 'test_share'), (dict(demonstration_noise=float('nan')), 'demonstration_noise'),

@@ -30,7 +30,8 @@ def test_one_turn_by_hand():
   environment = make(params=SMALL)
   task = environment.sample_task(3, 'train', 0)
   system, user = environment.reset(task).messages
-  assert system == {'role': 'system', 'content': reasoning_gym.DEFAULT_SYSTEM} and user == {'role': 'user', 'content': task.data['question']}
+  assert system == {'role': 'system', 'content': reasoning_gym.DEFAULT_SYSTEM}
+  assert user == {'role': 'user', 'content': task.data['question']}
   a, sign, b, equals = user['content'].split(': ')[1].split()
   assert equals == '='
   right = int(a) + int(b) if sign == '+' else int(a) - int(b)
@@ -69,7 +70,8 @@ def test_the_demonstrated_answer_scores_1(dataset):
     ('tag', 'a <answer> 12 </answer> b', '12'), ('tag', '<answer>1</answer> no: <answer>2</answer>', '2'), ('tag', '<answer>12', None),
     ('tag', '12</answer>', None), ('tag', '</answer><answer>', None), ('tag', '<answer></answer>', ''), ('tag', '', None),
     ('tag', '<answer>1\n2</answer>', '1\n2'),
-    ('last_number', '12 + 7 = 19.', '19'), ('last_number', 'so 5 - 8 = -3', '-3'), ('last_number', '1,024.50 euros', '1024.50'), ('last_number', '12-7', '7'),
+    ('last_number', '12 + 7 = 19.', '19'), ('last_number', 'so 5 - 8 = -3', '-3'), ('last_number', '1,024.50 euros', '1024.50'),
+    ('last_number', '12-7', '7'),
     ('last_number', 'none', None), ('last_number', '3, 4,', '4'), ('last_number', '(3)-4', '4'), ('last_number', '', None),
     ('last_number', 'hm...5', '5'), ('last_number', '=-0.5', '-0.5'), ('last_number', '$-7', '-7'),
     ('last_line', 'first\n  second \n\n', 'second'), ('last_line', ' \n', None), ('whole', ' a\nb ', 'a\nb'), ('whole', '', None),
@@ -79,7 +81,8 @@ def test_extraction(extraction, reply, answer):
 
 
 @pytest.mark.parametrize('extraction', reasoning_gym.EXTRACTIONS)
-@pytest.mark.parametrize('text', ['<answer>' * 125_000, '</answer>' * 110_000, '(' * 10**6, '9' * 10**6, '1,' * 500_000, '-' * 10**6, '\n' * 10**6])
+@pytest.mark.parametrize('text', [
+    '<answer>' * 125_000, '</answer>' * 110_000, '(' * 10**6, '9' * 10**6, '1,' * 500_000, '-' * 10**6, '\n' * 10**6])
 def test_a_million_characters_score_0(extraction, text):
   environment = make(params=SMALL, extraction=extraction)
   result = score(environment, environment.sample_task(0, 'train', 0), text + '</answer>')
@@ -172,7 +175,8 @@ def test_a_broken_generator_is_a_failure(monkeypatch):
 
 ATTACKS = (
     "__import__('os').system('touch owned')", "[__import__('pathlib').Path('owned').touch()]", '().__class__.__mro__[1].__subclasses__()',
-    "open('owned', 'w')", '9**9**9', '9 * * 9', '(9)**(9)**(9)', '(' * 400 + ')' * 400, '[' * 10**5, "S('x')", '1' * 499, '1' * 400 + 'x', '9' * 10**6, 'lambda: 0', '\\', "f'{1}'")
+    "open('owned', 'w')", '9**9**9', '9 * * 9', '(9)**(9)**(9)', '(' * 400 + ')' * 400, '[' * 10**5, "S('x')",
+    '1' * 499, '1' * 400 + 'x', '9' * 10**6, 'lambda: 0', '\\', "f'{1}'")
 
 
 @pytest.mark.parametrize('dataset', sorted(reasoning_gym.GUARDS))
@@ -190,7 +194,7 @@ def test_scorers_that_evaluate_see_nothing_dangerous(dataset, tmp_path, monkeypa
 
 
 def test_every_evaluating_scorer_of_the_library_is_known():
-  """The sources of the installed library: where a score_answer calls eval, exec, sympify or parse_expr, the data set is guarded or refused."""
+  """By the sources of the installed library: a data set whose scorer calls eval, exec, sympify or parse_expr is guarded or refused."""
   from reasoning_gym.factory import DATASETS  # Not at the top: the library is optional.
   evaluating = set()
   for name, (cls, _) in DATASETS.items():
@@ -213,7 +217,8 @@ def test_every_evaluating_scorer_of_the_library_is_known():
     (dict(dataset='chain_sums'), 'Unknown data set.*chain_sum,'), (dict(dataset='composite'), 'Unknown data set'),
     (dict(dataset='simple_integration'), 'Python code'), (dict(params={'terms': 3}), "Unknown parameter 'terms'.*max_terms"),
     (dict(params={'seed': 3}), "Unknown parameter 'seed'"), (dict(params={'min_terms': 5, 'max_terms': 2}), 'rejects.*max_terms must be'),
-    (dict(params={'min_terms': 'two'}), 'rejects'), (dict(extraction='boxed'), 'extraction must be'), (dict(reward='half'), 'reward must be'),
+    (dict(params={'min_terms': 'two'}), 'rejects'), (dict(extraction='boxed'), 'extraction must be'),
+    (dict(reward='half'), 'reward must be'),
     (dict(success_threshold=0.0), 'success_threshold'), (dict(test_share=1.0), 'test_share'), (dict(system_prompt=None), 'system_prompt'),
 ])
 def test_settings_that_cannot_work_are_refused_at_once(settings, message):
