@@ -47,7 +47,8 @@ class Scripted(base.Environment):
   def __init__(
       self, *, turns: int = 1, max_turns: int = 0, target: str = 'a', observation: str = 'ok\n', prompt_length: int = 4,
       latency_s: float = 0.0, latency_sigma: float = 1.5, latency_max_s: float = 60.0, sleep: bool = True,
-      failure_rate: float = 0.0, failing_attempts: int = 0, hang_rate: float = 0.0, hang_s: float = 3600.0, truncate_rate: float = 0.0, noise: float = 0.5,
+      failure_rate: float = 0.0, failing_attempts: int = 0, hang_rate: float = 0.0, hang_s: float = 3600.0,
+      truncate_rate: float = 0.0, noise: float = 0.5,
   ):
     base.check_range('turns', turns, 1, 1000)
     if max_turns != 0:
