@@ -106,11 +106,14 @@ class Sampler:
     if not np.array_equal(session.tokens[: session.cached], tokens[: session.cached]):
       raise ValueError(f'Session {request.session} may only be extended, but its first {session.cached} tokens changed; release it first.')
     start = len(tokens) if request.turn_start < 0 else request.turn_start
-    token_bytes = self._tokenizer.token_bytes if self._tokenizer is not None else None
-    matcher = StopMatcher(request.stop_ids, request.stop_strings, token_bytes, tokens[start:])
+    matcher = StopMatcher(request.stop_ids, request.stop_strings, self._token_bytes if self._tokenizer is not None else None, tokens[start:])
     session.begin(request, tokens, matcher, sampling.row_key(self._seed, request.prompt_id, request.attempt))
     sessions[request.session] = session
     self._schedule.waiting.append(session)
+
+  def _token_bytes(self, token: int) -> bytes:
+    """Bytes of a token; none for ids that the model has beyond the tokenizer's vocabulary."""
+    return self._tokenizer.token_bytes(token) if token < self._tokenizer.vocab_size else b''
 
   def cancel(self, session: int) -> None:
     """Withdraws the unfinished request of a session, if any; its pages stay."""
