@@ -48,7 +48,7 @@ class ProgressBar:
     self._terminal = enabled and self._stream.isatty()
     self._bar: tqdm | None = None
     self._stage, self._done, self._total, self._numbers = '', 0, 0, ''
-    self._started = self._last = time.monotonic()
+    self._started = self._last = self._updated = time.monotonic()
     self._current = True  # Whether the last plain line tells the newest state.
 
   def update(self, stage: str, done: int, total: int) -> None:
@@ -58,11 +58,11 @@ class ProgressBar:
       self._stage, self._total, self._numbers, self._started = stage, total, '', time.monotonic()
       if self._terminal:
         self._bar = tqdm(total=total, initial=max(0, done - 1), desc=stage, file=self._stream, dynamic_ncols=True, leave=True)
-    self._done, self._current = done, False
+    self._done, self._current, self._updated = done, False, time.monotonic()
     if self._bar is not None:
       self._bar.update(done - self._bar.n)
     else:
-      self._say_now_and_then(self._state())
+      self._say_state(now=False)
 
   def show(self, stage: str, metrics: Mapping[str, Any]) -> None:
     """Takes the newest numbers (`Stat`s or floats) to show beside the progress of `stage`; those of other names are left out."""
@@ -79,8 +79,8 @@ class ProgressBar:
       self._clear_bar()
       self._stream.write('\r' + text[:columns].ljust(columns) + '\r')
       self._stream.flush()
-    else:
-      self._say_now_and_then(text)
+    elif self._is_time():
+      self._say(text)
 
   def waiting(self, seconds: float, text: str) -> None:
     """Shows that the learner has been waiting for rollouts for `seconds`; nothing below five."""
@@ -94,6 +94,8 @@ class ProgressBar:
       self._stream.write('\r' + text.ljust(shutil.get_terminal_size().columns - 1) + '\n')
       self._stream.flush()
     elif self._enabled:
+      if self._done == self._total:
+        self._say_state(now=True)
       print(text, file=self._stream, flush=True)
 
   def close(self) -> None:
@@ -106,24 +108,26 @@ class ProgressBar:
       self._bar.refresh()
       self._bar.close()
       self._bar = None
-    elif self._enabled and not self._current:
-      self._say(self._state())
-    self._current = True
+    else:
+      self._say_state(now=True)
 
   def _clear_bar(self) -> None:
     if self._bar is not None:
       self._bar.clear()
 
-  def _state(self) -> str:
-    text = f'{self._stage}: {self._done}/{self._total} after {time.monotonic() - self._started:.0f} s'
-    return f'{text}, {self._numbers}' if self._numbers else text
+  def _say_state(self, *, now: bool) -> None:
+    """One plain line with the newest state, unless it was told already; if not `now`, only when it is time for a line."""
+    if self._current or not self._enabled or not (now or self._is_time()):
+      return
+    text = f'{self._stage}: {self._done}/{self._total} after {self._updated - self._started:.0f} s'
+    self._say(f'{text}, {self._numbers}' if self._numbers else text)
+    self._current = True
 
-  def _say_now_and_then(self, text: str) -> None:
-    if self._enabled and time.monotonic() - self._last >= self._every_s:
-      self._say(text)
+  def _is_time(self) -> bool:
+    return self._enabled and time.monotonic() - self._last >= self._every_s
 
   def _say(self, text: str) -> None:
-    self._last, self._current = time.monotonic(), True
+    self._last = time.monotonic()
     print(text, file=self._stream, flush=True)
 
 

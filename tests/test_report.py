@@ -53,7 +53,7 @@ def test_plain_lines_without_a_terminal(monkeypatch):
   bar.close()
   bar.close()  # A second close is harmless.
   assert stream.getvalue().splitlines() == [
-      'sft: 3/5 after 4 s, loss 1', 'saved', 'sft: 5/5 after 10 s, loss 2.5', 'rl: 2/9 after 2 s, reward 0.25']
+      'sft: 3/5 after 4 s, loss 1', 'sft: 5/5 after 8 s, loss 2.5', 'saved', 'rl: 2/9 after 2 s, reward 0.25']
   assert '\r' not in stream.getvalue()
 
 
@@ -67,6 +67,21 @@ def test_plain_notes_are_rare(monkeypatch):
     bar.note(f'evaluation {done}')
   bar.waiting(4.0, 'x')
   assert stream.getvalue().splitlines() == ['evaluation 4', 'evaluation 9']
+
+
+def test_a_note_does_not_hide_the_end_of_a_stage(monkeypatch):
+  now = [0.0]
+  monkeypatch.setattr(report.time, 'monotonic', lambda: now[0])
+  stream = io.StringIO()
+  bar = report.ProgressBar(enabled=True, stream=stream, every_s=5.0)
+  bar.update('sft', 1, 2)
+  now[0] = 1.0
+  bar.update('sft', 2, 2)
+  now[0] = 9.0
+  bar.note('evaluation 1/4')
+  bar.line('evaluated')
+  bar.update('rl', 1, 4)
+  assert stream.getvalue().splitlines() == ['evaluation 1/4', 'sft: 2/2 after 1 s', 'evaluated']
 
 
 def test_bar_on_a_terminal():
