@@ -180,7 +180,7 @@ def test_leftovers_of_a_killed_process_are_cleared_and_never_count(tmp_path):
 
 @pytest.mark.parametrize('change, words', [
     (lambda s: dataclasses.replace(s, policy={**s.policy, 'more': jnp.zeros(2)}), r'policy:more is not in the checkpoint'),
-    (lambda s: dataclasses.replace(s, policy={k: v for k, v in s.policy.items() if k != 'empty'}), r'policy:empty is only in the checkpoint'),
+    (lambda s: dataclasses.replace(s, policy={k: v for k, v in s.policy.items() if k != 'empty'}), r'policy:empty is only in the check'),
     (lambda s: dataclasses.replace(s, step=jnp.zeros((2,), jnp.int32)), r'step is int32\[\] there, int32\[2\] here'),
     (lambda s: dataclasses.replace(s, step=jnp.zeros((), jnp.float32)), r'step is int32\[\] there, float32\[\] here'),
 ])

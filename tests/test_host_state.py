@@ -57,7 +57,8 @@ LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(), arrays(), st.integers(-2**63, 2**63 - 1).map(np.int64),
     st.floats(width=32).map(np.float32), st.integers(0, 9).map(lambda i: make_rollout(ticket=i, seed=i)))
 TREES = st.recursive(
-    LEAVES, lambda t: st.one_of(st.lists(t, max_size=4), st.lists(t, max_size=3).map(tuple), st.dictionaries(st.text(max_size=3), t, max_size=4)),
+    LEAVES,
+    lambda t: st.one_of(st.lists(t, max_size=4), st.lists(t, max_size=3).map(tuple), st.dictionaries(st.text(max_size=3), t, max_size=4)),
     max_leaves=12)
 
 
