@@ -80,6 +80,7 @@ class RolloutQueue:
     self._dropped: dict[str, int] = {}
     self._running: dict[int, int] = {}  # ticket -> lower bound of its oldest version.
     self._queued: dict[int, Rollout] = {}  # In order of completion.
+    self._oldest: dict[int, int] = {}  # ticket -> oldest version of what is queued.
     self._taken: dict[int, Rollout] = {}  # The batch of the step under way.
     self._quarantine: list[tuple[Rollout, str]] = []
     self._returned: list[tuple[int, int]] = []  # Waiting for `returned_prompts`.
@@ -155,14 +156,14 @@ class RolloutQueue:
         self._end(rollout.ticket, 'quarantined')
       elif self._truncation == 'drop' and rollout.ending == 'truncated':
         self._end(rollout.ticket, 'truncated')
-      elif self._overdue == 'drop' and self._deadline(rollout) < self._version:
+      elif self._overdue == 'drop' and rollout.oldest_version + self._max_staleness < self._version:
         self._return_prompt(rollout.prompt_id, rollout.attempt)
         self._end(rollout.ticket, 'overdue')
       elif len(self._queued) >= self._capacity and self._select(self._next_version) is not None:
         return False
       else:
         del self._running[rollout.ticket]
-        self._queued[rollout.ticket] = rollout
+        self._enqueue(rollout)
       self._condition.notify_all()
       return True
 
@@ -223,8 +224,8 @@ class RolloutQueue:
         if batch is not None:
           self._waited_s += self._clock() - self._wait_began_s
           self._wait_began_s = None
-          self._staleness += [version - rollout.oldest_version for rollout in batch]
-          self._taken = {rollout.ticket: self._queued.pop(rollout.ticket) for rollout in batch}
+          self._staleness += [version - self._oldest[rollout.ticket] for rollout in batch]
+          self._taken = {rollout.ticket: self._dequeue(rollout.ticket) for rollout in batch}
           return batch
         remaining_s = until_s - time.monotonic()
         if remaining_s <= 0:
@@ -324,7 +325,8 @@ class RolloutQueue:
       self._admitted, self._trained = int(state['admitted']), int(state['trained'])
       self._dropped = {reason: int(n) for reason, n in state['dropped'].items()}
       self._running = {int(ticket): int(oldest) for ticket, oldest in state['running']}
-      self._queued = {rollout.ticket: rollout for rollout in state['queued']}
+      for rollout in state['queued']:
+        self._enqueue(rollout)
       self._returned = [(int(prompt_id), int(attempt)) for prompt_id, attempt in state['returned']]
       self._returned_once = {int(prompt_id) for prompt_id in state['returned_once']}
       if self._overdue == 'wait' and not self._fits():
@@ -339,13 +341,17 @@ class RolloutQueue:
     """Version of the next step that `take` can give; the step under way is assumed to advance it."""
     return self._version + bool(self._taken)
 
-  def _deadline(self, rollout: Rollout) -> int:
-    return rollout.oldest_version + self._max_staleness
+  def _enqueue(self, rollout: Rollout) -> None:
+    self._queued[rollout.ticket] = rollout
+    self._oldest[rollout.ticket] = rollout.oldest_version
+
+  def _dequeue(self, ticket: int) -> Rollout:
+    del self._oldest[ticket]
+    return self._queued.pop(ticket)
 
   def _deadlines(self) -> list[int]:
     """Of everything outstanding; that of a running rollout is the earliest possible one."""
-    running = [oldest + self._max_staleness for oldest in self._running.values()]
-    return running + [self._deadline(r) for r in self._queued.values()]
+    return [oldest + self._max_staleness for oldest in (*self._running.values(), *self._oldest.values())]
 
   def _fits(self, new: int | None = None) -> bool:
     """Whether the earliest-deadline condition holds; with `new`, whether it does from there on for one more of that deadline."""
@@ -359,7 +365,7 @@ class RolloutQueue:
     """The batch of a step at `version`, or None: too few finished, or held for running ones. Changes nothing."""
     if len(self._queued) < self._batch_size:
       return None
-    deadlines = {ticket: self._deadline(r) for ticket, r in self._queued.items()}
+    deadlines = {ticket: oldest + self._max_staleness for ticket, oldest in self._oldest.items()}
     outstanding = self._deadlines() if self._overdue == 'wait' else deadlines.values()
     picked: dict[int, Rollout] = {}
     for deadline, count in forced_counts(outstanding, version, self._batch_size).items():
@@ -375,8 +381,8 @@ class RolloutQueue:
   def _drop_overdue(self) -> None:
     if self._overdue != 'drop':
       return
-    for rollout in [r for r in self._queued.values() if self._deadline(r) < self._version]:
-      del self._queued[rollout.ticket]
+    for ticket in [t for t, oldest in self._oldest.items() if oldest + self._max_staleness < self._version]:
+      rollout = self._dequeue(ticket)
       self._return_prompt(rollout.prompt_id, rollout.attempt)
       self._count_drop('overdue')
 
