@@ -157,13 +157,14 @@ class MetricsWriter:
     last: the newest row of the file, {'step', 'time' (seconds since 1970), name: number or None}; empty if there is none.
   """
 
-  def __init__(self, workdir: str | os.PathLike[str], tensorboard: bool, resume_step: int | None):
+  def __init__(self, workdir: str | os.PathLike[str], tensorboard: bool, resume_step: int | None, resume_rows: int | None = None):
     """Opens the files.
 
     Args:
       workdir: existing or new folder.
       tensorboard: also write event files.
       resume_step: rows up to this step are kept and later ones dropped; None starts a new file.
+      resume_rows: at most so many rows are kept, the `rows` of the writer when the checkpoint was taken; None for no such limit.
 
     Raises:
       OSError: the folder cannot be written; the message names it.
@@ -172,7 +173,7 @@ class MetricsWriter:
     self.last: dict[str, float | None] = {}
     try:
       self._path.parent.mkdir(parents=True, exist_ok=True)
-      self._rewind(resume_step)
+      self.rows = self._rewind(resume_step, resume_rows)
       self._file = open(self._path, 'a', encoding='utf-8')
     except OSError as error:
       raise OSError(error.errno, f'metrics cannot be written to {self._path}: {error.strerror}; choose a writable workdir') from error
@@ -190,6 +191,7 @@ class MetricsWriter:
         row[name] = number if math.isfinite(number) else None
     self._file.write(json.dumps(row, allow_nan=False) + '\n')
     self._file.flush()
+    self.rows += 1
     if self._events is not None:
       for name, number in row.items():
         if name not in RESERVED and number is not None:
@@ -204,15 +206,16 @@ class MetricsWriter:
       self._events.close()
       self._events = None
 
-  def _rewind(self, resume_step: int | None) -> None:
-    """Brings the file back to `resume_step`, in one rename."""
+  def _rewind(self, resume_step: int | None, resume_rows: int | None) -> int:
+    """Brings the file back to `resume_step`, in one rename; returns how many rows it has."""
     if not self._path.exists():
-      return
-    kept = [] if resume_step is None else [row for row in read_rows(self._path) if row['step'] <= resume_step]
+      return 0
+    kept = [] if resume_step is None else [row for row in read_rows(self._path)[:resume_rows] if row['step'] <= resume_step]
     fresh = self._path.with_suffix('.jsonl.new')
     fresh.write_text(''.join(json.dumps(row) + '\n' for row in kept), encoding='utf-8')
     os.replace(fresh, self._path)
     self.last = kept[-1] if kept else {}
+    return len(kept)
 
 
 def _event_writer(workdir: str | os.PathLike[str], resume_step: int | None) -> Any:

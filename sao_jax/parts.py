@@ -40,6 +40,7 @@ class Progress:
   step: int = 0  # Learner steps done in all stages: the x-axis of the metrics.
   version: int = 0  # Of the policy; policy steps of RL done.
   saves: int = 0  # Number of the last checkpoint.
+  metric_rows: int = 0  # Rows of metrics written by then.
   evaluation: dict[str, Any] = dataclasses.field(default_factory=dict)
   seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # By stage.
   rl: dict[str, Any] | None = None  # State of the RL stage: queue, prompts, sessions, clock.
@@ -64,8 +65,9 @@ class Parts:
   writer: MetricsWriter | None = None  # Opened when it is known at which step the run goes on.
   evaluation_sampler: Sampler | None = None
 
-  def open_writer(self, *, resume_step: int) -> None:
-    self.writer = MetricsWriter(self.workdir, tensorboard=self.config.logging.tensorboard, resume_step=resume_step)
+  def open_writer(self, progress: Progress) -> None:
+    self.writer = MetricsWriter(
+        self.workdir, tensorboard=self.config.logging.tensorboard, resume_step=progress.step, resume_rows=progress.metric_rows)
 
   def close(self) -> None:
     """Ends writers; a checkpoint that is being written is finished first."""

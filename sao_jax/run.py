@@ -52,6 +52,7 @@ class Run:
 
   def evaluate(self, name: str, prompts: int) -> dict[str, Any]:
     """Evaluates the policy on held-out prompts, writes numbers and sample trajectories; `name` is 'before', 'after' or 'step N'."""
+    self.flush_metrics()
     policy = self.parts.learner.policy_params(self.state)
     found = self.parts.evaluate(policy, prompts=prompts, label=name)
     numbers: dict[str, float] = {}
@@ -82,6 +83,7 @@ class Run:
     """Saves everything under the next number; returns when the arrays are copied, the files are written behind."""
     self.flush_metrics()
     self.progress.saves += 1
+    self.progress.metric_rows = self.parts.writer.rows
     self.progress.seconds[self.progress.stage] = self.progress.seconds.get(self.progress.stage, 0.0) + self._lap()
     host = {field.name: getattr(self.progress, field.name) for field in dataclasses.fields(self.progress)}
     self.parts.checkpointer.save(self.progress.saves, self.state, host)

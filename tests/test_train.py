@@ -1,0 +1,200 @@
+"""Whole runs: every stage, what they leave behind, resuming bit by bit, and what happens when a part fails."""
+
+import json
+import pathlib
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from sao_jax import train
+from sao_jax.environments.base import EnvironmentFailure
+from sao_jax.environments.calculator import Calculator
+from sao_jax.metrics import read_rows
+from sao_jax.run import Run
+from tests.tiny_run import tiny_config
+
+# Numbers that measure this machine, not the run.
+OF_THE_MACHINE = (
+    'time', 'time/run_s', 'time/publish_s', 'time/learner_wait_fraction', 'time/sampler_wait_fraction', 'sampler/tokens_per_s',
+    'sampler/params_stall_s')
+
+
+class Interrupted(Exception):
+  """Stands for a kill."""
+
+
+def run(workdir, monkeypatch, *, stop_at=None, **overrides):
+  """Runs to the end, or until learner step `stop_at` is done; returns summary, final state and metric rows."""
+  kept = {}
+
+  def keep(this):
+    kept['state'] = jax.device_get(this.state)
+    return finish(this)
+
+  def stop(self, *args, **kwargs):
+    step_done(self, *args, **kwargs)
+    if self.progress.step == stop_at:
+      raise Interrupted
+
+  finish, step_done = train.finish, Run.step_done
+  with monkeypatch.context() as patch:
+    patch.setattr(train, 'finish', keep)
+    patch.setattr(Run, 'step_done', stop)
+    summary = train.run(tiny_config(**overrides), workdir)
+  return summary, kept['state'], read_rows(pathlib.Path(workdir) / 'metrics.jsonl')
+
+
+def of_the_run(rows):
+  return [{k: v for k, v in row.items() if k not in OF_THE_MACHINE} for row in rows]
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp('whole')
+  with pytest.MonkeyPatch.context() as patch:
+    return workdir, *run(workdir, patch)
+
+
+def test_a_run_leaves_what_it_promises(whole):
+  workdir, summary, _, rows = whole
+  for name in ('config.json', 'metrics.jsonl', 'summary.json', 'learning_curve.png'):
+    assert (workdir / name).stat().st_size > 0, name
+  assert list((workdir / 'rollouts').glob('*.md')) and list((workdir / 'checkpoints').iterdir())
+  assert json.loads((workdir / 'summary.json').read_text())['policy_steps'] == summary['policy_steps'] == 8
+  assert summary['learner_steps'] == 6 + 2 + 2 + 8  # Warm start, value pretraining, value-only and policy steps.
+  for when in ('before', 'after'):
+    found = summary['evaluation'][when]
+    assert found['n'] == 8 and 0 <= found['success_temperature_1'] <= 1 and 0 <= found['success_greedy'] <= 1
+  steps = [row['step'] for row in rows if 'policy_step' in row]
+  assert steps == list(range(9, 19))
+
+
+def test_every_ticket_ends_once(whole):
+  _, summary, _, rows = whole
+  accounting = summary['accounting']
+  assert accounting['trained'] == 10 * 8
+  assert accounting['admitted'] == accounting['trained'] + accounting['carried_over'] + sum(accounting['dropped'].values())
+  assert max(row['queue/staleness_max'] for row in rows if 'queue/staleness_max' in row) <= 2
+
+
+def test_sampler_and_learner_agree_and_every_metric_is_there(whole):
+  *_, rows = whole
+  last = rows[-2]
+  for name in (
+      'reward/mean', 'reward/success', 'dis/kept_fraction', 'dis/above', 'dis/below', 'ratio/log_p01', 'ratio/log_p50', 'ratio/log_p99',
+      'value/explained_variance', 'value/grad_norm', 'value/loss', 'policy/grad_norm', 'policy/entropy', 'queue/depth',
+      'queue/staleness_mean', 'queue/staleness_max', 'rollout/length_mean', 'rollout/turns', 'rollout/truncated_fraction',
+      'sampler/tokens_per_s', 'sampler/slot_occupancy', 'time/learner_wait_fraction', 'time/sampler_wait_fraction', 'time/publish_s'):
+    assert name in last, name
+  gaps = [row['sampler_vs_learner/log_prob_gap_max'] for row in rows if 'sampler_vs_learner/log_prob_gap_max' in row]
+  assert len(gaps) >= 1 and max(gaps) < 1e-4
+
+
+def test_a_finished_run_started_again_does_no_work(whole, monkeypatch):
+  workdir, summary, state, rows = whole
+  again, same, rows_again = run(workdir, monkeypatch)
+  assert again['accounting'] == summary['accounting'] and again['evaluation'] == json.loads(json.dumps(summary['evaluation']))
+  assert [r['step'] for r in rows_again] == [r['step'] for r in rows]
+  chex_equal(same, state)
+
+
+def chex_equal(a, b):
+  leaves_a, leaves_b = jax.tree.leaves(a), jax.tree.leaves(b)
+  assert len(leaves_a) == len(leaves_b) > 0
+  for x, y in zip(leaves_a, leaves_b):
+    np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('stop_at', [4, 8, 10, 13, 17])  # In the warm start, value pretraining, value-only steps, and twice in RL.
+def test_a_resumed_run_is_bit_equal(whole, tmp_path, monkeypatch, stop_at):
+  _, summary, state, rows = whole
+  with pytest.raises(Interrupted):
+    run(tmp_path, monkeypatch, stop_at=stop_at)
+  resumed, resumed_state, resumed_rows = run(tmp_path, monkeypatch)
+  chex_equal(resumed_state, state)
+  assert of_the_run(resumed_rows) == of_the_run(rows)
+  assert resumed['accounting'] == summary['accounting']
+
+
+@pytest.mark.slow
+def test_evaluation_during_training_changes_nothing(whole, tmp_path, monkeypatch):
+  _, _, state, _ = whole
+  chex_equal(run(tmp_path, monkeypatch, evaluation__every=0)[1], state)
+
+
+def test_other_settings_in_the_same_workdir_are_refused(whole):
+  workdir = whole[0]
+  with pytest.raises(ValueError, match='rl.policy_steps: 8 -> 9'):
+    train.run(tiny_config(rl__policy_steps=9), workdir)
+
+
+@pytest.mark.parametrize('overrides, message', [
+    (dict(algorithm__objective='nonsense'), 'algorithm.objective must be one of'),
+    (dict(algorithm__advantage='nonsense'), 'algorithm.advantage must be one of'),
+    (dict(task__name='nonsense'), 'nonsense'),
+    (dict(task__settings={'min_operations': 99}), 'min_operations'),
+    (dict(model__vocab_size=300, sampler__mesh=(1, 3, 1, 1, 1)), 'mesh'),
+])
+def test_impossible_settings_are_told_before_anything_compiles(tmp_path, overrides, message):
+  start = time.monotonic()
+  with pytest.raises(ValueError, match=message):
+    train.run(tiny_config(**overrides), tmp_path / 'run')
+  assert time.monotonic() - start < 60
+
+
+def test_a_workdir_in_use_is_refused(tmp_path):
+  with train.locked(tmp_path):
+    with pytest.raises(ValueError, match='Another process'):
+      train.run(tiny_config(), tmp_path)
+
+
+def test_a_workdir_that_cannot_be_made_is_an_os_error(tmp_path):
+  (tmp_path / 'file').write_text('')
+  with pytest.raises(OSError):
+    train.run(tiny_config(), tmp_path / 'file' / 'run')
+
+
+WALL = dict(clock__kind='wall', sft__steps=0, value_pretrain__rollouts=0, evaluation__prompts=0, evaluation__every=0, rl__policy_steps=3)
+
+
+@pytest.mark.slow
+def test_wall_clock_run_with_failing_and_hanging_environments(tmp_path, monkeypatch):
+  """Some episodes fail for good, one call hangs: both are counted under their names, and the run ends."""
+  step, hung = Calculator.step, threading.Event()
+
+  def unreliable(self, action):
+    if self._task_index % 7 == 3:
+      raise EnvironmentFailure('sandbox lost')
+    if self._task_index == 5 and not hung.is_set():
+      hung.set()
+      time.sleep(30)
+    return step(self, action)
+
+  reset = Calculator.reset
+
+  def remember(self, task):
+    self._task_index = task.index
+    return reset(self, task)
+
+  monkeypatch.setattr(Calculator, 'step', unreliable)
+  monkeypatch.setattr(Calculator, 'reset', remember)
+  summary, _, _ = run(tmp_path, monkeypatch, task__step_timeout_s=0.5, task__retries=0, **WALL)
+  dropped = summary['accounting']['dropped']
+  assert dropped.get('environment_error', 0) >= 1 and summary['accounting']['trained'] == 5 * 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('where', ['learner', 'worker'])
+def test_a_failure_ends_the_run_with_the_first_cause(tmp_path, monkeypatch, where):
+  def broken(*args, **kwargs):
+    raise KeyError('the first cause')
+
+  monkeypatch.setattr(Calculator, 'step', broken) if where == 'worker' else monkeypatch.setattr(
+      'sao_jax.learner.Learner.update', broken)
+  with pytest.raises((RuntimeError, KeyError), match='the first cause'):
+    train.run(tiny_config(**WALL), tmp_path)
+  assert not [t for t in threading.enumerate() if t.name == 'rollouts' and t.is_alive()]
