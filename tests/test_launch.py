@@ -5,17 +5,20 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+CACHE = tempfile.TemporaryDirectory()
 TINY = '--config=configs/tiny_debug.py'
 FAST = ('--config.sft.steps=4', '--config.rl.policy_steps=3', '--config.evaluation.prompts=8', '--config.evaluation.every=0')
 
 
 def launch(script: str, *arguments: str, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess:
-  """Runs a script of launch/ in the repository root, with one CPU device."""
-  env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'} | {'JAX_PLATFORMS': 'cpu', **environment}
+  """Runs a script of launch/ in the repository root, with one CPU device; the runs of this module share what they compile."""
+  env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'} | {
+      'JAX_PLATFORMS': 'cpu', 'JAX_COMPILATION_CACHE_DIR': CACHE.name, 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0', **environment}
   return subprocess.run(
       [sys.executable, str(ROOT / 'launch' / script), *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=env,
       stdin=subprocess.DEVNULL, check=False)
