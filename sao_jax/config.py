@@ -170,7 +170,7 @@ class RlConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
-  prompts: int = 256  # Held-out prompts.
+  prompts: int = 256  # Held-out prompts; 0: no evaluation before and after.
   every: int = 0  # Policy steps between evaluations during RL; 0: only before and after.
   during_prompts: int = 128
   seed: int = 1_000_003  # Of the held-out prompts; never those of training.

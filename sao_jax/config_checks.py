@@ -87,7 +87,7 @@ RANGES: dict[str, Interval] = {
     'value_pretrain.rollouts': ANY_SIZE,
     'value_pretrain.epochs': SIZE,
     'rl.policy_steps': ANY_SIZE,
-    'evaluation.prompts': SIZE,
+    'evaluation.prompts': ANY_SIZE,
     'evaluation.every': ANY_SIZE,
     'evaluation.during_prompts': SIZE,
     'evaluation.seed': SEED,
