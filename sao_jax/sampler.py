@@ -321,7 +321,7 @@ class Sampler:
     for session in ready:
       bad = np.flatnonzero(~np.isfinite(log_probs[session.slot, : session.remaining]))
       if bad.size:
-        self._schedule.forget_cache()
+        self._schedule.start_over()
         self._pool, self._work, self._bucket = self._programs.init_pool(), None, 0
         raise FloatingPointError(
             f'Session {session.number}: log-probability {log_probs[session.slot, bad[0]]} at position {session.length + int(bad[0])} with '

@@ -77,10 +77,6 @@ class Schedule:
     for session in reversed(self.active()):
       self._leave_slot(session)
       self.waiting.appendleft(session)
-    self.forget_cache()
-
-  def forget_cache(self) -> None:
-    """Frees every page; active sessions keep their slots."""
     self.pages.reset()
     for session in self.sessions.values():
       self.counts['tokens_recomputed'] += session.cached

@@ -18,13 +18,18 @@ from sao_jax.types import ParamSnapshot, Params
 MODEL = ModelConfig(
     vocab_size=67, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=64, qk_norm=True, max_length=96)
 SETTINGS = SamplerConfig(
-    slots=4, sessions=16, page_size=4, chunk_steps=4, prefill_lengths=(8, 16), prefill_rows=(2, 4), cache_lengths=(32, 96))
+    slots=4, sessions=16, page_size=4, chunk_steps=4, prefill_lengths=(16,), prefill_rows=(4,), cache_lengths=(96,))
+
+
+@functools.lru_cache(maxsize=None)
+def _init(model: ModelConfig):
+  return jax.jit(lambda key: transformer.init(transformer.Policy, model, key))
 
 
 @functools.lru_cache(maxsize=None)
 def make_params(model: ModelConfig = MODEL, seed: int = 0, scale: float = 4.0) -> Params:
   """Random parameters whose logits are spread by `scale`, so that distributions are far from uniform."""
-  params = jax.jit(lambda key: transformer.init(transformer.Policy, model, key))(jax.random.key(seed))
+  params = _init(model)(jax.random.key(seed))
   return {**params, 'trunk.final_norm.scale': params['trunk.final_norm.scale'] * scale}
 
 
