@@ -154,7 +154,8 @@ class Checkpointer:
     data = host_state.encode({'host': dict(host), 'arrays': {name: _description(leaf) for name, leaf in flat.items()}})
     args = _Items(arrays=ocp.args.StandardSave({n: leaf for n, leaf in flat.items() if leaf.size}), host=_HostSave(data))
     try:
-      self._checkpointer.save(self._directory / str(step), args=args)
+      with jax.transfer_guard('allow'):  # The copies to the host are what this is for.
+        self._checkpointer.save(self._directory / str(step), args=args)
     except Exception as error:
       raise self._write_error(error) from error
 
@@ -195,7 +196,8 @@ class Checkpointer:
     self._compare(step, saved, {name: _description(leaf) for name, leaf in flat.items()})
     args = _Items(arrays=ocp.args.StandardRestore({n: leaf for n, leaf in flat.items() if leaf.size}))
     try:
-      found = self._checkpointer.restore(self._directory / str(step), args=args)['arrays']
+      with jax.transfer_guard('allow'):
+        found = self._checkpointer.restore(self._directory / str(step), args=args)['arrays']
     except Exception as error:
       raise self._damaged(step, str(error)) from error
     empty = {n: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for n, x in flat.items() if not x.size}  # Orbax writes none.

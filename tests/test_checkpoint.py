@@ -135,6 +135,15 @@ def test_arrays_may_be_donated_as_soon_as_save_returns(checkpointer):
     assert float(found['b'].min()) == float(found['b'].max()) == step
 
 
+def test_inside_a_loop_that_forbids_transfers(checkpointer):
+  state = make_state(3, mesh_of(4, 2))
+  jax.block_until_ready(state)
+  with jax.transfer_guard('disallow'):
+    checkpointer.save(1, state, HOST)
+    found = checkpointer.restore(1, state)
+  assert_same_arrays(found, state)
+
+
 def test_host_state_may_change_as_soon_as_save_returns(checkpointer):
   host = {'list': [1, 2], 'array': np.arange(3)}
   checkpointer.save(1, make_state(), host)
