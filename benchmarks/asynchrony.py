@@ -24,6 +24,7 @@ from unittest import mock
 
 from absl import app
 from absl import flags
+from absl import logging
 import ml_collections
 
 from sao_jax import config as settings
@@ -105,6 +106,7 @@ def measure(name: str, repeat: int) -> dict[str, float]:
 
 
 def main(unused_argv: list[str]) -> None:
+  logging.set_verbosity(logging.WARNING)
   names = ('synchronous', 'asynchronous', 'tight', 'group_barrier')
   runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
   for repeat in range(_REPEATS.value):

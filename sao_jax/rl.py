@@ -25,7 +25,7 @@ from sao_jax.batching import make_batch
 from sao_jax.clock import VirtualCalls, VirtualClock, WallClock
 from sao_jax.data import PromptStream
 from sao_jax.environments.base import Task
-from sao_jax.metrics import rollout_metrics
+from sao_jax.metrics import Timers, rollout_metrics
 from sao_jax.param_store import ParamStore
 from sao_jax.rollout_queue import RolloutQueue
 from sao_jax.rollouts import Admission, RolloutEngine
@@ -76,28 +76,32 @@ class ReinforcementLearning:
     self.run_state, self.config, self.parts = run, run.config, run.parts
     c, saved = run.config, run.progress.rl
     self.total = c.learner.value_warmup_steps + c.rl.policy_steps
+    elapsed = float(saved['elapsed_s']) if saved else 0.0
+    self.virtual = c.clock.kind == 'virtual'
+    self.clock = VirtualClock(c.clock, c.seed, elapsed) if self.virtual else WallClock(elapsed)
     self.queue = RolloutQueue(
         capacity=c.queue.capacity, batch_size=c.learner.batch_size, max_staleness=c.queue.max_staleness, overdue=c.queue.overdue,
-        truncation=c.algorithm.truncation, vocab_size=self.parts.model.vocab_size, max_length=self.parts.max_length)
+        truncation=c.algorithm.truncation, vocab_size=self.parts.model.vocab_size, max_length=self.parts.max_length,
+        clock=self.clock.now)
     self.stream = PromptStream(self.parts.environment, seed=c.seed, split='train')
     self.store = ParamStore(self.parts.convert, self.parts.learner.policy_params(run.state), version=run.progress.version)
     self.sampler = self.parts.make_sampler(self.store.latest(), seed=c.seed)
     self._given = self.store.version  # Version of the newest snapshot that the sampler was given.
     self.turns = DeviceTurns(self.parts.shared_devices)
-    elapsed = float(saved['elapsed_s']) if saved else 0.0
-    self.virtual = c.clock.kind == 'virtual'
-    self.clock = VirtualClock(c.clock, c.seed, elapsed) if self.virtual else WallClock(elapsed)
     self.calls = VirtualCalls(self.clock) if self.virtual else EnvironmentPool(c.task.workers, c.task.step_timeout_s)
     flow = TrainingFlow(self.queue, self.stream)
     self.engine = self.parts.make_engine(self.sampler, self.calls, flow, self.clock.now)
     self.chunks = int(saved['chunks']) if saved else 0
-    self.idle_s = 0.0
+    self._timers = Timers(self.clock.now)
     self._sampled = self._counters()
+    self._errored = 0
     self._commands: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
+    self._timers.add('sampler_wait', 0.0)  # So that the share is there from the first row on.
     if saved:
       self.queue.restore(saved['queue'])
       self.stream.restore(saved['stream'])
       self.engine.restore(saved['engine'], flow.task_of)
+      self._errors_since()  # Those before the checkpoint were reported.
 
   def run(self) -> None:
     """Trains to the last step. On any error threads are stopped first; the first cause goes up."""
@@ -134,7 +138,8 @@ class ReinforcementLearning:
       progress.version = self.store.version
     self.queue.trained([r.ticket for r in update.rollouts], version_advanced=update.trains_policy)
     self._report_quarantine()
-    self.run_state.step_done(update.metrics, {**rollout_metrics(update.rollouts), **self._host_metrics()}, total=self.total)
+    numbers = {**rollout_metrics(update.rollouts, errored=self._errors_since()), **self._host_metrics()}
+    self.run_state.step_done(update.metrics, numbers, total=self.total)
     c = self.config
     if c.evaluation.every and update.trains_policy and progress.version % c.evaluation.every == 0 and progress.stage_step < self.total:
       with self.turns.turn():
@@ -143,8 +148,14 @@ class ReinforcementLearning:
       self._standing_still(self._keep_state)
       self.run_state.save()
 
+  def _errors_since(self) -> int:
+    """Rollouts that failures of their environment cost since the last call."""
+    dropped = self.queue.accounting()['dropped']
+    before, self._errored = self._errored, sum(n for reason, n in dropped.items() if reason.startswith('environment_'))
+    return self._errored - before
+
   def _counters(self) -> dict[str, float]:
-    return {**self.sampler.stats(), 'clock_s': time.monotonic(), 'idle_s': self.idle_s}
+    return {**self.sampler.stats(), 'clock_s': time.monotonic()}
 
   def _host_metrics(self) -> dict[str, Any]:
     before, self._sampled = self._sampled, self._counters()
@@ -155,8 +166,7 @@ class ReinforcementLearning:
         'sampler/slot_occupancy': Stat(delta['tokens_drawn'], delta['slot_steps_total']),
         'sampler/tokens_recomputed': Stat(delta['tokens_recomputed'], 1.0), 'sampler/evictions': Stat(delta['evictions'], 1.0),
         'sampler/params_stall_s': Stat(delta['params_stall_s'], delta['updates']),
-        'time/sampler_wait_fraction': Stat(delta['idle_s'], delta['clock_s']),
-        'time/publish_s': Stat(self.store.publish_s, 1.0), 'time/run_s': self.clock.now()}
+        **self._timers.metrics(), 'time/publish_s': Stat(self.store.publish_s, 1.0), 'time/run_s': self.clock.now()}
 
   def _report_quarantine(self) -> None:
     """Keeps what failed the queue's check, with the reason, in the workdir."""
@@ -221,22 +231,15 @@ class ReinforcementLearning:
       while not self._commands.empty():
         function, done = self._commands.get()
         done.put(function())
+      taken = self._take_up()
       moved = self.engine.before_chunk()
-      if self._sample():
-        continue
-      if not moved:
-        start = time.monotonic()
-        self.calls.wait(IDLE_S)
-        self.idle_s += time.monotonic() - start
-
-  def _sample(self) -> bool:
-    """Takes a newer snapshot and decodes one chunk; False if there was nothing to do."""
-    if not self._take_up() and not self.sampler.busy:
-      return False
-    with self.turns.turn():
-      completions = self.sampler.step()
-    self.engine.after_chunk(completions)
-    return True
+      if taken or self.sampler.busy:
+        with self.turns.turn():
+          completions = self.sampler.step()
+        self.engine.after_chunk(completions)
+      elif not moved:
+        with self._timers.measure('sampler_wait'):
+          self.calls.wait(IDLE_S)
 
   def _take_up(self) -> bool:
     """Gives the sampler the newest snapshot; False if it has it."""
@@ -261,8 +264,8 @@ class ReinforcementLearning:
         step = progress.stage_step
         update = self.start_update(rollouts)
         update_ends = clock.now() + clock.duration('update', step) + clock.duration('publish', step)
-      moved = self.engine.before_chunk()
       self._take_up()
+      moved = self.engine.before_chunk()
       if self.sampler.busy:
         completions = self.sampler.step()
         clock.advance(clock.now() + clock.duration('chunk', self.chunks))
@@ -272,4 +275,5 @@ class ReinforcementLearning:
         until = min(self.calls.next_due(), update_ends)
         if math.isinf(until):
           raise RuntimeError(f'Nothing can happen any more: {self.engine.in_flight} rollouts in flight, queue {self.queue.metrics()}.')
+        self._timers.add('sampler_wait', max(0.0, until - clock.now()))
         clock.advance(until)
