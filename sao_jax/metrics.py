@@ -148,6 +148,36 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   return rows
 
 
+def rewind(path: pathlib.Path, resume_step: int | None, resume_rows: int | None = None) -> list[dict[str, Any]]:
+  """Cuts a JSONL file back to rows of at most `resume_step` (None: none at all), at most `resume_rows` of them, in one rename.
+
+  Returns the rows that stay; a file that is not there has none.
+  """
+  if not path.exists():
+    return []
+  kept = [] if resume_step is None else [row for row in read_rows(path)[:resume_rows] if row['step'] <= resume_step]
+  fresh = path.with_suffix('.jsonl.new')
+  fresh.write_text(''.join(json.dumps(row) + '\n' for row in kept), encoding='utf-8')
+  os.replace(fresh, path)
+  return kept
+
+
+class Ledger:
+  """Which rollouts each learner step trained: `ledger.jsonl`, one line a step, so that anybody can check that none is trained twice."""
+
+  def __init__(self, workdir: str | os.PathLike[str], resume_step: int):
+    self._path = pathlib.Path(workdir) / 'ledger.jsonl'
+    rewind(self._path, resume_step)
+
+  def write(self, step: int, version: int, rollouts: Sequence[Rollout]) -> None:
+    """Appends a line: step, the version that trained, and ticket, prompt id and attempt of every rollout, in the order of the batch."""
+    row = {
+        'step': step, 'version': version, 'tickets': [r.ticket for r in rollouts], 'prompt_ids': [r.prompt_id for r in rollouts],
+        'attempts': [r.attempt for r in rollouts]}
+    with open(self._path, 'a', encoding='utf-8') as file:
+      file.write(json.dumps(row) + '\n')
+
+
 class MetricsWriter:
   """Writes rows to `metrics.jsonl` in `workdir`, and to TensorBoard events beside it.
 
@@ -207,13 +237,8 @@ class MetricsWriter:
       self._events = None
 
   def _rewind(self, resume_step: int | None, resume_rows: int | None) -> int:
-    """Brings the file back to `resume_step`, in one rename; returns how many rows it has."""
-    if not self._path.exists():
-      return 0
-    kept = [] if resume_step is None else [row for row in read_rows(self._path)[:resume_rows] if row['step'] <= resume_step]
-    fresh = self._path.with_suffix('.jsonl.new')
-    fresh.write_text(''.join(json.dumps(row) + '\n' for row in kept), encoding='utf-8')
-    os.replace(fresh, self._path)
+    """Brings the file back to `resume_step`; returns how many rows it has."""
+    kept = rewind(self._path, resume_step, resume_rows)
     self.last = kept[-1] if kept else {}
     return len(kept)
 

@@ -20,7 +20,7 @@ from sao_jax.config import Config, ModelConfig, SamplerConfig
 from sao_jax.data import heldout
 from sao_jax.environments.base import Environment, Task
 from sao_jax.learner import Learner
-from sao_jax.metrics import MetricsWriter
+from sao_jax.metrics import Ledger, MetricsWriter
 from sao_jax.models import conversation, pretrained, tokenizers, transformer
 from sao_jax.rollouts import Calls, Flow, RolloutEngine
 from sao_jax.sampler import Sampler
@@ -62,12 +62,14 @@ class Parts:
   convert: Callable[[Params], Params]  # From the learner's layout to the sampler's, sharing no buffer.
   checkpointer: Checkpointer
   progress_bar: report.ProgressBar
-  writer: MetricsWriter | None = None  # Opened when it is known at which step the run goes on.
+  writer: MetricsWriter | None = None  # This and the ledger are opened when it is known at which step the run goes on.
+  ledger: Ledger | None = None
   evaluation_sampler: Sampler | None = None
 
-  def open_writer(self, progress: Progress) -> None:
+  def open_files(self, progress: Progress) -> None:
     self.writer = MetricsWriter(
         self.workdir, tensorboard=self.config.logging.tensorboard, resume_step=progress.step, resume_rows=progress.metric_rows)
+    self.ledger = Ledger(self.workdir, resume_step=progress.step)
 
   def close(self) -> None:
     """Ends writers; a checkpoint that is being written is finished first."""

@@ -20,6 +20,8 @@ import threading
 import time
 from typing import Any, Callable
 
+import jax
+
 from sao_jax import report
 from sao_jax.batching import make_batch
 from sao_jax.clock import VirtualCalls, VirtualClock, WallClock
@@ -127,16 +129,21 @@ class ReinforcementLearning:
     with self.turns.turn():
       self.run_state.state, metrics = self.parts.learner.update(
           self.run_state.state, batch, version=progress.version, train_policy=trains_policy)
+      if self.turns.enabled:
+        jax.block_until_ready(self.run_state.state)  # The turn lasts as long as the work.
     return Update(rollouts, metrics, trains_policy)
 
   def finish_update(self, update: Update) -> None:
     """Publishes, settles the tickets, logs, and saves or evaluates when it is time."""
     progress = self.run_state.progress
+    version = progress.version
+    jax.block_until_ready(self.run_state.state)  # So that the time of the publish is its own.
     if update.trains_policy:
       with self.turns.turn():
         self.store.publish(self.parts.learner.policy_params(self.run_state.state))
       progress.version = self.store.version
     self.queue.trained([r.ticket for r in update.rollouts], version_advanced=update.trains_policy)
+    self.parts.ledger.write(progress.step + 1, version, update.rollouts)
     self._report_quarantine()
     numbers = {**rollout_metrics(update.rollouts, errored=self._errors_since()), **self._host_metrics()}
     self.run_state.step_done(update.metrics, numbers, total=self.total)

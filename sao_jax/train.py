@@ -60,7 +60,7 @@ def start(config: Config, workdir: pathlib.Path) -> Run:
   else:
     progress = Progress(**parts.checkpointer.restore_host(latest))
     state = parts.checkpointer.restore(latest, parts.learner.abstract_state('rl' if progress.stage == 'done' else progress.stage))
-  parts.open_writer(progress)
+  parts.open_files(progress)
   parts.progress_bar.line(
       f'{num_parameters(parts.learner.policy_params(state)):,} parameters, {jax.device_count()} {jax.default_backend()} device(s), '
       f'{"resumed at" if latest is not None else "starting with"} stage {progress.stage}, step {progress.step}')

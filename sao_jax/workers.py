@@ -147,7 +147,7 @@ class DeviceTurns:
   """First come, first served turns on shared devices; `enabled=False` (separate devices, or a single one) makes it free."""
 
   def __init__(self, enabled: bool):
-    self._enabled = enabled
+    self.enabled = enabled
     self._condition = threading.Condition()
     self._next = 0
     self._serving = 0
@@ -155,7 +155,7 @@ class DeviceTurns:
   @contextlib.contextmanager
   def turn(self) -> Iterator[None]:
     """Holds the devices; whoever holds them waits for its own device work before leaving."""
-    if not self._enabled:
+    if not self.enabled:
       yield
       return
     with self._condition:
