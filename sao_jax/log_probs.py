@@ -170,7 +170,8 @@ def _chunk_terms(
   log_normaliser = jnp.log(normaliser)
   chosen = jnp.take_along_axis(shifted, tokens[..., None], axis=-1)[..., 0]
   log_prob = jnp.where(mask, chosen - log_normaliser, 0.0)
-  entropy = jnp.where(mask, log_normaliser - jnp.sum(exp * shifted, axis=-1) / normaliser, 0.0)
+  weighted = jnp.einsum('gcv,gcv->gc', exp, shifted)  # As a product: XLA's sum of exp * shifted is 35 times slower on the CPU.
+  entropy = jnp.where(mask, log_normaliser - weighted / normaliser, 0.0)
 
   def total(log_prob: jax.Array) -> tuple[jax.Array, dict[str, Stat]]:
     stats = objective(log_prob, *inputs, mask)

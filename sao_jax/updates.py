@@ -20,7 +20,7 @@ import optax
 from sao_jax import algorithms, log_probs, optim
 from sao_jax.config import Config
 from sao_jax.masking import masked_stat, masked_variance
-from sao_jax.models import transformer
+from sao_jax.models import attention, transformer
 from sao_jax.types import Batch, Params, Stat
 
 Metrics = dict[str, Stat]
@@ -117,19 +117,16 @@ class Updates:
 
   def _hidden(self, params: Params, batch: Batch) -> jax.Array:
     model = transformer.merge(transformer.Policy, self.config.model, params)
-    return model.hidden(batch.tokens, _positions(batch.tokens), self._attend(), shard=self.shard)[0]
+    return model.hidden(batch.tokens, _positions(batch.tokens), attention.make(self.config.model), shard=self.shard)[0]
 
   def _value_forward(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
     model = transformer.merge(transformer.ValueModel, self.config.model, params)
-    after = model(batch.tokens, _positions(batch.tokens), self._attend(), shard=self.shard)  # Value once tokens[t] is seen.
+    after = model(batch.tokens, _positions(batch.tokens), attention.make(self.config.model), shard=self.shard)  # Value once tokens[t] is seen.
     value = jnp.concatenate([jnp.zeros_like(after[:, :1]), after[:, :-1]], axis=1)
     last = jnp.maximum(jnp.sum(batch.token_mask, axis=1, dtype=jnp.int32) - 1, 0)
     bootstrap = jnp.take_along_axis(after, last[:, None], axis=1)[:, 0]
     use = batch.truncated & (self.config.algorithm.truncation == 'bootstrap')
     return value, jnp.where(use, bootstrap, 0.0)
-
-  def _attend(self) -> transformer.Attend:
-    return transformer.causal_attention
 
   def _head(self, params: Params) -> tuple[str, Callable[[jax.Array, jax.Array], jax.Array]]:
     """Path of the unembedding, and (hidden, that weight) -> logits."""
