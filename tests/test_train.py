@@ -1,7 +1,6 @@
 """Whole runs: every stage, what they leave behind, resuming bit by bit, and what happens when a part fails."""
 
 import json
-import pathlib
 import threading
 import time
 
@@ -12,39 +11,12 @@ import pytest
 from sao_jax import train
 from sao_jax.environments.base import EnvironmentFailure
 from sao_jax.environments.calculator import Calculator
-from sao_jax.metrics import read_rows
-from sao_jax.run import Run
-from tests.tiny_run import tiny_config
+from tests.tiny_run import Interrupted, run, tiny_config
 
 # Numbers that measure this machine, not the run.
 OF_THE_MACHINE = (
     'time', 'time/run_s', 'time/publish_s', 'time/learner_wait_fraction', 'time/sampler_wait_fraction', 'sampler/tokens_per_s',
     'sampler/params_stall_s')
-
-
-class Interrupted(Exception):
-  """Stands for a kill."""
-
-
-def run(workdir, monkeypatch, *, stop_at=None, **overrides):
-  """Runs to the end, or until learner step `stop_at` is done; returns summary, final state and metric rows."""
-  kept = {}
-
-  def keep(this):
-    kept['state'] = jax.device_get(this.state)
-    return finish(this)
-
-  def stop(self, *args, **kwargs):
-    step_done(self, *args, **kwargs)
-    if self.progress.step == stop_at:
-      raise Interrupted
-
-  finish, step_done = train.finish, Run.step_done
-  with monkeypatch.context() as patch:
-    patch.setattr(train, 'finish', keep)
-    patch.setattr(Run, 'step_done', stop)
-    summary = train.run(tiny_config(**overrides), workdir)
-  return summary, kept['state'], read_rows(pathlib.Path(workdir) / 'metrics.jsonl')
 
 
 def of_the_run(rows):

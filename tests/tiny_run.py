@@ -1,10 +1,15 @@
 """A run of every stage in seconds, for tests: two layers of width 32 on the calculator task."""
 
+import pathlib
 from typing import Any
 
+import jax
 import ml_collections
 
 from sao_jax import config as settings
+from sao_jax import train
+from sao_jax.metrics import read_rows
+from sao_jax.run import Run
 
 TINY: dict[str, Any] = {
     'model.embed_dim': 32, 'model.num_layers': 2, 'model.num_heads': 2, 'model.num_kv_heads': 1, 'model.head_dim': 16, 'model.mlp_dim': 64,
@@ -29,3 +34,28 @@ def tiny_config(**overrides: Any) -> settings.Config:
       section = section[parent]
     section[name] = ml_collections.ConfigDict(value) if isinstance(value, dict) else value
   return settings.from_dict(values.to_dict())
+
+
+class Interrupted(Exception):
+  """Stands for a kill."""
+
+
+def run(workdir, monkeypatch, *, stop_at=None, **overrides):
+  """Runs to the end, or until learner step `stop_at` is done; returns summary, final state and metric rows."""
+  kept = {}
+
+  def keep(this):
+    kept['state'] = jax.device_get(this.state)
+    return finish(this)
+
+  def stop(self, *args, **kwargs):
+    step_done(self, *args, **kwargs)
+    if self.progress.step == stop_at:
+      raise Interrupted
+
+  finish, step_done = train.finish, Run.step_done
+  with monkeypatch.context() as patch:
+    patch.setattr(train, 'finish', keep)
+    patch.setattr(Run, 'step_done', stop)
+    summary = train.run(tiny_config(**overrides), workdir)
+  return summary, kept['state'], read_rows(pathlib.Path(workdir) / 'metrics.jsonl')
