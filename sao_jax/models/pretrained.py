@@ -127,7 +127,8 @@ def _check_tensors(weights: Weights, shapes: Mapping[str, Any], label: str) -> N
       'missing': [n for n in needed if n not in weights.stored],
       'not part of the model': [n for n in weights.stored if n not in needed],
       'of another shape': [f'{n} {weights.stored[n]} instead of {s}' for n, s in needed.items() if weights.stored.get(n, s) != s]}
-  found = [f'{what}: {", ".join(names[:5])}{f" and {len(names) - 5} more" if len(names) > 5 else ""}' for what, names in problems.items() if names]
+  more = lambda names: f' and {len(names) - 5} more' if len(names) > 5 else ''
+  found = [f'{what}: {", ".join(names[:5])}{more(names)}' for what, names in problems.items() if names]
   if found:
     raise ValueError(f'{label}: the tensors do not fit the model. {"; ".join(found)}.')
 
@@ -265,9 +266,10 @@ def _write_weights(folder: pathlib.Path, unrolled: ModelConfig, params: Params, 
     layer, rest = path.removeprefix(LAYERS).split('.', 1)
     return weight_names.to_stored(path, np.asarray(params[LAYERS + rest][int(layer)]))
 
-  names = ['model.safetensors'] if len(groups) == 1 else [f'model-{i:05d}-of-{len(groups):05d}.safetensors' for i in range(1, len(groups) + 1)]
+  count = len(groups)
+  names = ['model.safetensors'] if count == 1 else [f'model-{i:05d}-of-{count:05d}.safetensors' for i in range(1, count + 1)]
   for file_name, group in zip(names, groups, strict=True):
     safetensors_io.write(folder / file_name, {name: stored[name] for name in group}, dtype, read)
-  if len(groups) > 1:
+  if count > 1:
     index = {'metadata': {'total_size': sum(map(size, stored))}, 'weight_map': {n: f for f, group in zip(names, groups) for n in group}}
     (folder / 'model.safetensors.index.json').write_text(json.dumps(index, indent=2))

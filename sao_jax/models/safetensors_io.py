@@ -56,7 +56,8 @@ class SafetensorsFile:
       raise ValueError(f'{self.path}: tensor {name!r} has type {entry["dtype"]}; known are {", ".join(DTYPES)}.')
     begin, end = entry['data_offsets']
     if end - begin != math.prod(self.shapes[name]) * dtype.itemsize:
-      raise ValueError(f'{self.path}: tensor {name!r} of shape {self.shapes[name]} and type {entry["dtype"]} cannot take {end - begin} bytes.')
+      raise ValueError(
+          f'{self.path}: tensor {name!r} of shape {self.shapes[name]} and type {entry["dtype"]} cannot take {end - begin} bytes.')
     if begin == end:
       return np.zeros(self.shapes[name], dtype)
     return np.memmap(self.path, dtype, 'r', offset=self._start + begin, shape=self.shapes[name])

@@ -1,7 +1,7 @@
 """How other formats name and lay out the weights of this transformer: Hugging Face folders and GGUF files.
 
-Linear layers are stored there as [outputs, inputs] with heads flattened; here inputs come first and heads have their own axis. Which rows of
-a query or key projection rotate together also differs: Hugging Face rotates the two halves of a head, as here; GGUF's llama rotates
+Linear layers are stored there as [outputs, inputs] with heads flattened; here inputs come first and heads have their own axis. Which rows
+of a query or key projection rotate together also differs: Hugging Face rotates the two halves of a head, as here; GGUF's llama rotates
 neighbours, so its rows come back in another order.
 """
 
