@@ -90,6 +90,8 @@ class ProgressBar:
   def line(self, text: str) -> None:
     """Writes one line that stays."""
     if self._terminal:
+      if self._done >= self._total:
+        self._end_stage()
       self._clear_bar()
       self._stream.write('\r' + text.ljust(shutil.get_terminal_size().columns - 1) + '\n')
       self._stream.flush()
