@@ -109,7 +109,7 @@ class ProgressBar:
     if self._bar is not None:
       self._bar.refresh()
       self._bar.close()
-      self._bar = None
+      self._bar, self._current = None, True
     else:
       self._say_state(now=True)
 

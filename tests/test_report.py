@@ -90,12 +90,15 @@ def test_bar_on_a_terminal():
   for done in range(1, 5):
     bar.update('rl', done, 4)
     bar.show('rl', {'value/loss': 0.25})
+  bar.line('evaluated')
+  bar.update('late', 1, 4)
   bar.note('evaluation 3/4')
   bar.waiting(9.0, '3 rollouts in flight')
   bar.line('still alive')
   bar.close()
   for text in ('4/4', 'value loss 0.25', 'evaluation 3/4', 'waiting for rollouts since 9 s, 3 rollouts in flight', 'still alive'):
     assert text in stream.getvalue()
+  assert 'after' not in stream.getvalue()  # No plain lines beside the bars.
 
 
 @pytest.mark.parametrize('stream', [io.StringIO(), Terminal()])
