@@ -37,7 +37,7 @@ class ModelConfig:
   param_dtype: str = 'float32'
   attention: str = 'dense'  # 'dense' scores, or 'blockwise' (memory linear in length).
   attention_block: int = 256  # Positions in a block of blockwise attention.
-  pretrained: str = ''  # '' for random weights; 'smollm2-135m-instruct', a .gguf file or a Hugging Face folder: its shape replaces this one.
+  pretrained: str = ''  # '' for random weights; 'smollm2-135m-instruct', a .gguf file or a Hugging Face folder: its shape is then taken.
   tokenizer: str = 'byte'  # 'byte', or 'pretrained'.
 
 
