@@ -43,8 +43,8 @@ MODEL = ModelConfig(
     vocab_size=32768, embed_dim=512, num_layers=8, num_heads=8, num_kv_heads=4, head_dim=64, mlp_dim=1536, rope_theta=1e6, qk_norm=True,
     tie_embeddings=True, max_length=288)
 SETTINGS = SamplerConfig(
-    slots=ROWS, sessions=64, page_size=16, chunk_steps=8, prefill_lengths=(32,), prefill_rows=(4, 16),
-    cache_lengths=(64, 96, 128, 160, 192, 224, 256, 288))
+    slots=ROWS, sessions=64, page_size=16, chunk_steps=8, prefill_lengths=(32,), prefill_rows=(1, 2, 4, 16),
+    cache_lengths=(64, 96, 128, 192, 288))
 TINY = ModelConfig(max_length=128)
 TINY_SETTINGS = SamplerConfig(slots=64, sessions=128, prefill_lengths=(32,))
 

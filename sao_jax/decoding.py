@@ -52,6 +52,11 @@ class Shapes:
     """Cached lengths of a prefill: none, then every second bucket, the longest included."""
     return (0, *reversed(self.cached[::-2]))
 
+  @property
+  def load_rows(self) -> int:
+    """Rows that one call of `load` reads."""
+    return bucket(self.prefill_rows, self.slots // 8)
+
 
 def make_shapes(model: ModelConfig, config: SamplerConfig, mesh: Mesh, max_length: int) -> Shapes:
   """Shapes for sequences of at most `max_length` tokens. Raises ValueError where the pages cannot hold one of them."""
@@ -136,7 +141,7 @@ class Programs:
     for cached in shapes.cached:
       pages = cached // shapes.page_size
       work = self.rebuild(pool, self.put(np.zeros((shapes.slots, pages), np.int32)))
-      skip = np.zeros((shapes.prefill_rows[0], 1 + pages), np.int32)
+      skip = np.zeros((shapes.load_rows, 1 + pages), np.int32)
       skip[:, 0] = shapes.slots
       work = self.load(work, pool, self.put(skip))
       pool, *_ = self.decode(params, pool, work, *self.put((packed, np.int32(1), np.float32(1.0))))

@@ -280,9 +280,9 @@ class Sampler:
     shapes = self._shapes
     needed = decoding.bucket(shapes.cached, max(s.cached for s in ready))
     new = [s for s in ready if not s.loaded]
-    most = shapes.prefill_rows[0]
+    most = shapes.load_rows
     self._small_chunks = self._small_chunks + 1 if needed < self._bucket else 0
-    if needed > self._bucket or self._small_chunks > SHRINK_AFTER or len(new) > max(2 * most, shapes.slots // 2):
+    if needed > self._bucket or self._small_chunks > SHRINK_AFTER or len(new) > shapes.slots // 2:
       self._bucket, self._small_chunks = needed, 0
       tables = np.zeros((shapes.slots, needed // shapes.page_size), np.int32)
       for session in ready:

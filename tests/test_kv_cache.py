@@ -68,9 +68,10 @@ def attention_inputs(rng, rows, length):
   return q, k, v
 
 
-@pytest.mark.parametrize('cached, poison', [(0, 0.0), (5, 1e6), (9, -1e6)])
-def test_extend_then_decode_is_causal_attention(cached, poison):
+@pytest.mark.parametrize('cached, poison, block', [(0, 0.0, 99), (5, 1e6, 99), (9, -1e6, 99), (9, 1e6, 5), (5, -1e6, 3)])
+def test_extend_then_decode_is_causal_attention(monkeypatch, cached, poison, block):
   """`cached` positions, then 4 extended at once, then 3 decoded one by one; what lies beyond a row's length cannot matter."""
+  monkeypatch.setattr(kv_cache, 'EXTEND_BLOCK', block)
   rng = np.random.default_rng(cached)
   q, k, v = attention_inputs(rng, 2, cached + 7)
   want = np.asarray(transformer.causal_attention(q, k, v)[0])

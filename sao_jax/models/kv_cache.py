@@ -26,7 +26,9 @@ from sao_jax.config import ModelConfig
 
 Layer = tuple[jax.Array, jax.Array]  # keys, values
 Cache = list[Layer] | Layer
+Partial = tuple[jax.Array, jax.Array, jax.Array]
 MASKED = -1e30
+EXTEND_BLOCK = 2048  # Cached positions that a prefill looks at together.
 
 AXES = (('batch', 'kv_heads', 'head_dim', None), ('batch', 'kv_heads', None, 'head_dim'))  # Keys, values; pages split as rows do.
 
@@ -144,8 +146,42 @@ def decode_attention(length: jax.Array, step: jax.Array) -> Callable[..., tuple[
   return attend
 
 
+def _partial_attention(q: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> Partial:
+  """Softmax attention over some of the keys, not yet divided by its sum.
+
+  Args:
+    q: [R, T, K, G, d], queries by key/value head.
+    keys: [R, K, d, S].
+    values: [R, K, S, d].
+    mask: bool, broadcast over [R, K, G, T, S].
+
+  Returns:
+    Largest score f32[R, K, G, T], sum of exp(score - largest), and that sum weighted by the values, f32[R, K, G, T, d].
+  """
+  scores = jnp.einsum('rtkgd,rkds->rkgts', q, keys, preferred_element_type=jnp.float32) * (q.shape[-1] ** -0.5)
+  scores = jnp.where(mask, scores, MASKED)
+  top = jnp.max(scores, axis=-1)
+  weight = jnp.exp(scores - top[..., None])
+  out = jnp.einsum('rkgts,rksd->rkgtd', weight.astype(values.dtype), values, preferred_element_type=jnp.float32)
+  return top, jnp.sum(weight, axis=-1), out
+
+
+def _merge(a: Partial, b: Partial) -> Partial:
+  """Attention over the keys of both."""
+  top = jnp.maximum(a[0], b[0])
+  scale_a, scale_b = jnp.exp(a[0] - top), jnp.exp(b[0] - top)
+  return top, a[1] * scale_a + b[1] * scale_b, a[2] * scale_a[..., None] + b[2] * scale_b[..., None]
+
+
+def _block(size: int) -> int:
+  """The largest divisor of `size` that is at most `EXTEND_BLOCK`."""
+  return max(n for n in range(1, min(size, EXTEND_BLOCK) + 1) if size % n == 0)
+
+
 def extend_attention(length: jax.Array) -> Callable[..., tuple[jax.Array, Layer]]:
   """`attend` of new tokens over their row's cached positions and, causally, over each other.
+
+  A long cache is taken block by block, so that the scores of T new tokens over S positions never exist at once.
 
   Args:
     length: i32[R], cached positions that each row sees.
@@ -159,21 +195,19 @@ def extend_attention(length: jax.Array) -> Callable[..., tuple[jax.Array, Layer]
     dtype = k.dtype if state is None else state[0].dtype
     new_keys, new_values = k.transpose(0, 2, 3, 1).astype(dtype), v.transpose(0, 2, 1, 3).astype(dtype)
     grouped = q.reshape(r, t, k.shape[2], h // k.shape[2], d)
-    causal = jnp.arange(t)[:, None] >= jnp.arange(t)
-    pieces = [(new_keys, new_values, causal)]
+    result = _partial_attention(grouped, new_keys, new_values, jnp.arange(t)[:, None] >= jnp.arange(t))
     if state is not None:
-      seen = jnp.arange(state[0].shape[-1]) < length[:, None]  # [R, S]
-      pieces.insert(0, (*state, seen[:, None, None, None]))
-    scores = [
-        jnp.where(mask, jnp.einsum('rtkgd,rkds->rkgts', grouped, keys, preferred_element_type=jnp.float32) * (d**-0.5), MASKED)
-        for keys, _, mask in pieces
-    ]
-    prob = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(dtype)
-    out, begin = 0.0, 0
-    for _, values, _ in pieces:
-      end = begin + values.shape[2]
-      out += jnp.einsum('rkgts,rksd->rtkgd', prob[..., begin:end], values)
-      begin = end
+      size = state[0].shape[-1]
+      block = _block(size)
+
+      def add(i, done):
+        keys = jax.lax.dynamic_slice_in_dim(state[0], i * block, block, axis=3)
+        values = jax.lax.dynamic_slice_in_dim(state[1], i * block, block, axis=2)
+        seen = i * block + jnp.arange(block) < length[:, None]  # [R, block]
+        return _merge(done, _partial_attention(grouped, keys, values, seen[:, None, None, None]))
+
+      result = add(0, result) if block == size else jax.lax.fori_loop(0, size // block, add, result)
+    out = (result[2] / result[1][..., None]).transpose(0, 3, 1, 2, 4)  # [R, T, K, G, d]
     return out.reshape(r, t, h, d).astype(q.dtype), (new_keys, new_values)
 
   return attend
