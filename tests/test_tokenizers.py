@@ -140,3 +140,12 @@ def test_make_errors():
     tokenizers.make(ModelConfig(tokenizer='words'))
   with pytest.raises(ValueError, match='Unknown pretrained model .* known names are smollm2-135m-instruct'):
     tokenizers.load('smollm3')
+
+
+def test_ids_that_only_pad_the_embedding_have_no_text():
+  tokenizer = tokenizers.ByteTokenizer(264)
+  assert tokenizer.decode([65, 263, 66]) == 'AB'
+  with pytest.raises(ValueError, match='outside the vocabulary'):
+    tokenizer.token_bytes(264)
+  with pytest.raises(ValueError, match='at least 259'):
+    tokenizers.ByteTokenizer(258)

@@ -74,17 +74,21 @@ class _Base:
 
 
 class ByteTokenizer(_Base):
-  """Ids 0..255 are bytes of UTF-8; 256 pad, 257 start of text, 258 end of turn."""
+  """Ids 0..255 are bytes of UTF-8; 256 pad, 257 start of text, 258 end of turn. Ids from 259 on only pad the embedding: no bytes."""
 
   NAME = 'sao_jax.ByteTokenizer'
-  vocab_size = 259
+  NUM_IDS = 259
   pad_id = 256
   bos_id = 257
   stop_ids = (258,)
   chat_template = ''
   specials = {'<|pad|>': 256, '<|start|>': 257, '<|end|>': 258}
 
-  def __init__(self):
+  def __init__(self, vocab_size: int = NUM_IDS):
+    """`vocab_size` is the model's. Raises ValueError where it is too small."""
+    if vocab_size < self.NUM_IDS:
+      raise ValueError(f'model.vocab_size must be at least {self.NUM_IDS} for the byte tokenizer, got {vocab_size}.')
+    self.vocab_size = vocab_size
     self._pattern = re.compile('(' + '|'.join(map(re.escape, self.specials)) + ')')
     self._names = {i: name.encode() for name, i in self.specials.items()}
 
@@ -98,7 +102,7 @@ class ByteTokenizer(_Base):
 
   def token_bytes(self, token: int) -> bytes:
     self._check(token)
-    return self._names[token] if token in self._names else bytes([token])
+    return self._names.get(token, b'') if token > 255 else bytes([token])
 
   def save(self, folder: pathlib.Path) -> None:
     """Writes a `tokenizer_config.json` that `load` knows."""
@@ -219,10 +223,7 @@ def _template(folder: pathlib.Path, settings: dict[str, Any]) -> str:
 def make(config: ModelConfig) -> Tokenizer:
   """The tokenizer that `config.tokenizer` names. Raises ValueError where it does not fit the model's vocabulary."""
   if config.tokenizer == 'byte':
-    tokenizer: Tokenizer = ByteTokenizer()
-    if config.vocab_size < tokenizer.vocab_size:
-      raise ValueError(f'model.vocab_size must be at least {tokenizer.vocab_size} for the byte tokenizer, got {config.vocab_size}.')
-    return tokenizer
+    return ByteTokenizer(config.vocab_size)
   if config.tokenizer != 'pretrained':
     raise ValueError(f"model.tokenizer must be 'byte' or 'pretrained', got {config.tokenizer!r}.")
   if not config.pretrained:
