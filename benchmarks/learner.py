@@ -140,7 +140,9 @@ def loss_memory(vocabulary: int, rows: int, length: int, width: int, chunk: int)
   dtypes = ['float32', 'float32', 'int32', 'bool', 'float32', 'float32']
   arguments = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, dtypes, strict=True)]
   analysis = jax.jit(loss).lower(*arguments).compile().memory_analysis()
-  return {'temp_bytes': analysis.temp_size_in_bytes, 'logits_bytes': vocabulary * rows * length * 4, 'output_bytes': analysis.output_size_in_bytes}
+  return {
+      'temp_bytes': analysis.temp_size_in_bytes, 'logits_bytes': vocabulary * rows * length * 4,
+      'output_bytes': analysis.output_size_in_bytes}
 
 
 def main() -> None:

@@ -92,7 +92,7 @@ class Updates:
     """One supervised step: mean negative log-likelihood of the action tokens at temperature 1."""
     gradient, terms = self._policy_gradient(state.policy, batch, algorithms.supervised_loss, (), temperature=1.0)
     loss = terms.stats['loss']
-    state, norm = self._apply_policy(optimizer, state, gradient, loss)
+    state, norm = self._apply_policy(optimizer, state, gradient, loss, finite=jnp.bool_(True))
     metrics = {'sft/loss': loss, 'sft/grad_norm': norm, 'sft/entropy': masked_stat(terms.entropy, batch.action_mask)}
     return dataclasses.replace(state, step=state.step + 1), metrics
 
@@ -121,7 +121,8 @@ class Updates:
 
   def _value_forward(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
     model = transformer.merge(transformer.ValueModel, self.config.model, params)
-    after = model(batch.tokens, _positions(batch.tokens), attention.make(self.config.model), shard=self.shard)  # Value once tokens[t] is seen.
+    # after[t]: value of the state once tokens[t] is seen.
+    after = model(batch.tokens, _positions(batch.tokens), attention.make(self.config.model), shard=self.shard)
     value = jnp.concatenate([jnp.zeros_like(after[:, :1]), after[:, :-1]], axis=1)
     last = jnp.maximum(jnp.sum(batch.token_mask, axis=1, dtype=jnp.int32) - 1, 0)
     bootstrap = jnp.take_along_axis(after, last[:, None], axis=1)[:, 0]
@@ -222,7 +223,8 @@ class Updates:
     stats = terms.stats
     count = {'action_tokens': stats['loss'].count, 'kept_tokens': stats['kept_fraction'].total, 'trajectory': rows}[c.denominator]
     loss = Stat(stats['loss'].total, count)
-    state, norm = self._apply_policy(optimizer, state, gradient, loss)
+    # An objective may skip the token with the bad advantage: such a step is refused all the same.
+    state, norm = self._apply_policy(optimizer, state, gradient, loss, finite=jnp.isfinite(jnp.sum(advantage)))
     metrics = {'policy/loss': loss, 'policy/grad_norm': norm, 'policy/entropy': masked_stat(terms.entropy, mask)}
     metrics |= {f'{c.objective}/{name}': stats[name] for name in ('kept_fraction', 'above', 'below')}
     metrics |= {'advantage/mean': masked_stat(advantage, mask), 'advantage/abs_mean': masked_stat(jnp.abs(advantage), mask)}
@@ -250,11 +252,11 @@ class Updates:
     return gradients, log_probs.TokenTerms(log_prob, entropy, stats, None, None)
 
   def _apply_policy(
-      self, optimizer: optax.GradientTransformation, state: TrainState, gradient: Params, loss: Stat
+      self, optimizer: optax.GradientTransformation, state: TrainState, gradient: Params, loss: Stat, *, finite: jax.Array
   ) -> tuple[TrainState, Stat]:
-    """One optimizer step on the gradient of loss.total / loss.count; also the gradient norm before clipping."""
+    """One optimizer step on the gradient of loss.total / loss.count, if `finite`; also the gradient norm before clipping."""
     mean, gradient, norm = _normalise(loss, gradient)
-    accept = _acceptable(mean, norm, loss.count)
+    accept = _acceptable(mean, norm, loss.count) & finite
     policy, policy_opt = optim.apply(optimizer, gradient, state.policy_opt, state.policy, accept=accept)
     state = dataclasses.replace(state, policy=policy, policy_opt=policy_opt)
     return state, Stat(norm, jnp.where(loss.count > 0, 1.0, 0.0))
@@ -305,7 +307,7 @@ def _normalise(loss: Stat, gradient: Params) -> tuple[jax.Array, Params, jax.Arr
   """Mean loss, its gradient and the global norm of that, from totals; all 0 where the count is 0."""
   scale = jnp.where(loss.count > 0, 1.0 / jnp.maximum(loss.count, 1.0), 0.0)
   gradient = jax.tree.map(lambda g: g * scale.astype(g.dtype), gradient)
-  return loss.total * scale, gradient, optax.global_norm(gradient)
+  return loss.total * scale, gradient, optax.tree.norm(gradient)
 
 
 def _acceptable(loss: jax.Array, norm: jax.Array, count: jax.Array) -> jax.Array:
