@@ -87,6 +87,12 @@ def rotate(x: jax.Array, rope: Rope) -> jax.Array:
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
+def residual(config: ModelConfig, fan_in: int) -> int:
+  """`fan_in` of the weights that write to the residual stream: what 2 L of them add starts below the embeddings (rms D**-0.5 each),
+  which attention must be able to find again; with unscaled weights small models learn to copy late or not at all."""
+  return fan_in * 4 * config.num_layers
+
+
 class Attention(nnx.Module):
   """Grouped-query attention: H query heads share K key/value heads."""
 
@@ -96,7 +102,7 @@ class Attention(nnx.Module):
     self.query = make.random((c.embed_dim, c.num_heads, c.head_dim), ('embed', 'heads', 'head_dim'), c.embed_dim)
     self.key = make.random((c.embed_dim, c.num_kv_heads, c.head_dim), ('embed', 'kv_heads', 'head_dim'), c.embed_dim)
     self.value = make.random((c.embed_dim, c.num_kv_heads, c.head_dim), ('embed', 'kv_heads', 'head_dim'), c.embed_dim)
-    self.out = make.random((c.num_heads, c.head_dim, c.embed_dim), ('heads', 'head_dim', 'embed'), c.num_heads * c.head_dim)
+    self.out = make.random((c.num_heads, c.head_dim, c.embed_dim), ('heads', 'head_dim', 'embed'), residual(c, c.num_heads * c.head_dim))
     if c.qkv_bias:
       self.query_bias = make.constant((c.num_heads, c.head_dim), ('heads', 'head_dim'), 0.0)
       self.key_bias = make.constant((c.num_kv_heads, c.head_dim), ('kv_heads', 'head_dim'), 0.0)
@@ -144,7 +150,7 @@ class Mlp(nnx.Module):
     c = config
     self.gate = make.random((c.embed_dim, c.mlp_dim), ('embed', 'mlp'), c.embed_dim)
     self.up = make.random((c.embed_dim, c.mlp_dim), ('embed', 'mlp'), c.embed_dim)
-    self.down = make.random((c.mlp_dim, c.embed_dim), ('mlp', 'embed'), c.mlp_dim)
+    self.down = make.random((c.mlp_dim, c.embed_dim), ('mlp', 'embed'), residual(c, c.mlp_dim))
 
   def __call__(self, x: jax.Array, shard: Shard) -> jax.Array:
     gate, up = linear(x, self.gate[...].astype(x.dtype)), linear(x, self.up[...].astype(x.dtype))
