@@ -6,13 +6,13 @@ A 42M-parameter Qwen3 shape (8 layers, width 512, feed-forward 1536, 8 query and
 prompts of 32 random tokens, temperature 1, log-probabilities on, 16 rows on both sides.
 
     uniform     16 prompts, 64 tokens each
-    stream      512 requests with output lengths lognormal(3.3, 0.9) clipped to 4..256, the same for both sides. The sampler refills slots as
-                rows end; transformers takes static batches of 16 in order of arrival, each until its longest row is done. Useful tokens are
-                those that were asked for.
-    tiny        the default model (0.6M parameters), 64 slots, 256 prompts of 24, 40 tokens each: mostly the cost of what surrounds the model
+    stream      512 requests with output lengths lognormal(3.3, 0.9) clipped to 4..256, the same for both sides. The sampler refills slots
+                as rows end; transformers takes static batches of 16 in order of arrival, each until its longest row is done. Useful
+                tokens are those that were asked for.
+    tiny        the default model (0.6M parameters), 64 slots, 256 prompts of 24, 40 tokens each: what surrounds the model counts here
 
-Both sides alternate in one run; the figures are medians. The stream takes transformers about four minutes a repeat, a whole run about half an
-hour. PyTorch runs in a process of its own, by any Python that has torch and transformers, and waits without using a core while we measure.
+Both sides alternate in one run; the figures are medians. The stream takes transformers about four minutes a repeat, a whole run about half
+an hour. PyTorch runs in a process of its own, by any Python that has torch and transformers, and waits without using a core meanwhile.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class TorchSide:
 
   def __init__(self, python: str):
     self._process = subprocess.Popen(
-        [python, '-c', TORCH_WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, 'OMP_WAIT_POLICY': 'passive'})
+        [python, '-c', TORCH_WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, 'OMP_WAIT_POLICY': 'passive'})
     if self._process.stdout.readline().strip() != 'ready':
       raise SystemExit(
           f'{python} cannot run transformers (its error is above). Install requirements/parity.txt there, or name a Python that has torch '

@@ -1,7 +1,7 @@
 """The compiled functions of the sampler: prefill, reading rows from pages, and one chunk of decode steps.
 
-Every shape comes from the closed list of `Shapes`: rows and lengths of prefill calls, and buckets of cached length. Counters and lengths are
-traced. Host inputs arrive packed in one int32 array a call, since on small models the transfers cost more than the work.
+Every shape comes from the closed list of `Shapes`: rows and lengths of prefill calls, and buckets of cached length. Counters and lengths
+are traced. Host inputs arrive packed in one int32 array a call, since on small models the transfers cost more than the work.
 
 A prefill leaves out the last token of a sequence: the next decode step feeds it and draws what follows. So there is one place where tokens
 are drawn, and a prefill makes no logits.
@@ -98,6 +98,7 @@ class Programs:
     _, abstract, axes = transformer.abstract(transformer.Policy, model)
     self.param_shapes = {path: s.shape for path, s in abstract.items()}
     self.param_shardings = sharding.param_shardings(axes, abstract, mesh)
+    self._convert = sharding.make_converter(self.param_shardings, shapes.dtype)
     self.whole = sharding.replicated(mesh)
     pool, work = self._cache_sharding(shapes.pages, shapes.page_size), self._cache_sharding(shapes.slots, shapes.page_size)
     params, whole = self.param_shardings, self.whole
@@ -123,6 +124,12 @@ class Programs:
 
     layer = lambda x: (one(kv_cache.AXES[0], x[0]), one(kv_cache.AXES[1], x[1]))
     return [layer(x) for x in cache] if isinstance(cache, list) else layer(cache)
+
+  def place(self, params: Params) -> Params:
+    """Parameters where they are sampled from; what has the right layout and dtype already is taken as it is."""
+    if any(x.dtype != jnp.dtype(self.shapes.dtype) for x in params.values()):
+      return self._convert(params)
+    return jax.device_put(dict(params), self.param_shardings)
 
   def put(self, x: np.ndarray | tuple[np.ndarray, ...]) -> Any:
     """A host value on every device of the mesh, by explicit transfer."""

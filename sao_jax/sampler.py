@@ -25,11 +25,12 @@ from sao_jax import decoding
 from sao_jax import sampling
 from sao_jax import sharding
 from sao_jax.config import ModelConfig, SamplerConfig
+from sao_jax.models import transformer
 from sao_jax.paging import PagePool
 from sao_jax.schedule import Schedule
 from sao_jax.sessions import Completion, Request, Session
 from sao_jax.stopping import StopMatcher
-from sao_jax.types import ParamSnapshot
+from sao_jax.types import Params, ParamSnapshot
 
 if typing.TYPE_CHECKING:
   from sao_jax.models.tokenizers import Tokenizer
@@ -41,14 +42,14 @@ class Sampler:
   """Draws turns for many sessions at once. One thread owns it."""
 
   def __init__(
-      self, model_config: ModelConfig, sampler_config: SamplerConfig, snapshot: ParamSnapshot, *, tokenizer: Tokenizer | None = None,
-      seed: int = 0, max_length: int = 0, mesh: jax.sharding.Mesh | None = None, greedy: bool = False
+      self, model_config: ModelConfig, sampler_config: SamplerConfig, snapshot: ParamSnapshot | Params | transformer.Policy, *,
+      tokenizer: Tokenizer | None = None, seed: int = 0, max_length: int = 0, mesh: jax.sharding.Mesh | None = None, greedy: bool = False
   ):
     """
     Args:
       model_config: shape of the policy.
       sampler_config: slots, pages, buckets, temperature.
-      snapshot: parameters to begin with.
+      snapshot: parameters to begin with; bare parameters or a model are version 0.
       tokenizer: needed for stop strings only.
       seed: of the noise, in [0, 2^64).
       max_length: longest sequence in tokens; 0: the model's.
@@ -61,6 +62,10 @@ class Sampler:
     max_length = max_length or model_config.max_length
     if not 2 <= max_length <= model_config.max_length:
       raise ValueError(f'max_length must be in [2, {model_config.max_length}], the longest position of the model: got {max_length}.')
+    if isinstance(snapshot, transformer.Policy):
+      snapshot = transformer.split(snapshot)[1]
+    if not isinstance(snapshot, ParamSnapshot):
+      snapshot = ParamSnapshot(0, snapshot)
     if mesh is None:
       device = min(next(iter(snapshot.params.values())).devices(), key=lambda d: d.id)
       mesh = sharding.make_mesh([device], (1, 1, 1, 1, 1))
@@ -106,7 +111,8 @@ class Sampler:
     if not np.array_equal(session.tokens[: session.cached], tokens[: session.cached]):
       raise ValueError(f'Session {request.session} may only be extended, but its first {session.cached} tokens changed; release it first.')
     start = len(tokens) if request.turn_start < 0 else request.turn_start
-    matcher = StopMatcher(request.stop_ids, request.stop_strings, self._token_bytes if self._tokenizer is not None else None, tokens[start:])
+    token_bytes = self._token_bytes if self._tokenizer is not None else None
+    matcher = StopMatcher(request.stop_ids, request.stop_strings, token_bytes, tokens[start:])
     session.begin(request, tokens, matcher, sampling.row_key(self._seed, request.prompt_id, request.attempt))
     sessions[request.session] = session
     self._schedule.waiting.append(session)
@@ -128,7 +134,13 @@ class Sampler:
       self._schedule.remove(self._schedule.sessions[session])
 
   def update(self, snapshot: ParamSnapshot) -> None:
-    """Makes `snapshot` the next parameters; the next `step` takes them, as `on_update` says. Only the newest one given counts."""
+    """Makes `snapshot` the next parameters; the next `step` takes them. Only the newest one given counts. By `on_update`:
+
+    'keep_cache': turns go on, and what the old parameters cached stays, unless pages run out: what is recomputed is of the new ones.
+    'recompute_cache': every cached token is computed anew; active sessions return to the head of the line first.
+    'finish_first': turns that hold a slot or have drawn end under the old parameters, none begins before; then every cache is computed
+      anew, so that each turn is of one version throughout.
+    """
     self._pending = snapshot
 
   # --- What others look at -----------------------------------------------------------------------------------------------------
@@ -157,7 +169,8 @@ class Sampler:
     return [s.number for s in self._schedule.unfinished()]
 
   def stats(self) -> dict[str, float]:
-    """Counters since the start or `reset`. Occupancy is tokens_drawn / slot_steps_total; 'params_stall_s' is time spent taking parameters."""
+    """Counters since the start or `reset`. Occupancy is tokens_drawn / slot_steps_total; 'params_stall_s' is time spent on taking
+    parameters."""
     pages = self._schedule.pages
     return {**self._stats, **self._schedule.counts, 'pages_used': pages.used, 'pages_total': pages.num_pages}
 
@@ -192,7 +205,7 @@ class Sampler:
       wrong = sorted(p for p in shapes.keys() | self._programs.param_shapes.keys() if shapes.get(p) != self._programs.param_shapes.get(p))
       raise ValueError(
           f'Parameters do not fit the model: {wrong[0]} is {shapes.get(wrong[0])}, expected {self._programs.param_shapes.get(wrong[0])}.')
-    self._params = jax.device_put(dict(snapshot.params), self._programs.param_shardings)
+    self._params = self._programs.place(snapshot.params)
     self._version = snapshot.version
     if self.config.on_update != 'keep_cache':
       self._schedule.start_over()
@@ -337,7 +350,7 @@ class Sampler:
 
     Args:
       prompts: lists of token ids.
-      max_new_tokens: of each, or of all.
+      max_new_tokens: one number for all, or one for each.
       stop_ids, stop_strings: end a completion.
       prompt_ids: numbers of the prompts, part of the noise; None: 0, 1, ... in order.
       attempts: numbers of the attempts, part of the noise; None: 0 for all. Several samples of one prompt need different ones (or
@@ -353,13 +366,13 @@ class Sampler:
     if self._schedule.sessions:
       raise RuntimeError('generate needs a sampler without other sessions; finish and release them first.')
     count = len(prompts)
-    limits = [max_new_tokens] * count if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    limits = [int(n) for n in np.broadcast_to(max_new_tokens, (count,))]
     done: dict[int, Completion] = {}
     try:
-      for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+      for i, (prompt, limit) in enumerate(zip(prompts, limits)):
         self.submit(Request(
-            session=i, tokens=np.asarray(prompt, np.int32), prompt_id=prompt_ids[i] if prompt_ids is not None else i,
-            attempt=attempts[i] if attempts is not None else 0, max_new_tokens=limit, stop_ids=tuple(stop_ids),
+            session=i, tokens=np.asarray(prompt), prompt_id=int(prompt_ids[i]) if prompt_ids is not None else i,
+            attempt=int(attempts[i]) if attempts is not None else 0, max_new_tokens=limit, stop_ids=tuple(stop_ids),
             stop_strings=tuple(stop_strings)))
       while len(done) < count:
         for completion in self.step():

@@ -3,10 +3,12 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from sao_jax.models import transformer
+from sao_jax.sampler import Sampler
 from sao_jax.sessions import Request
 from sao_jax.types import ParamSnapshot
 from tests import sampler_factory as factory
@@ -54,6 +56,28 @@ def test_scanned_layers_draw_the_same_tokens():
   plain = make_sampler().generate(prompts, max_new_tokens=20)
   scanned = make_sampler(model, params=stacked).generate(prompts, max_new_tokens=20)
   assert all(same(a, b) for a, b in zip(plain, scanned))
+
+
+@pytest.mark.slow
+def test_bfloat16_parameters_and_cache():
+  """Parameters are cast, a draw is of the cast ones, and the log-probabilities keep the precision of the compute dtype."""
+  prompts = make_prompts(4)
+  sampler = make_sampler(dtype='bfloat16')
+  out = sampler.generate(prompts, max_new_tokens=10)
+  assert all(x.dtype == jnp.bfloat16 for x in sampler._params.values())
+  rounded = {k: v.astype(jnp.bfloat16).astype(jnp.float32) for k, v in make_params().items()}
+  for prompt, completion in zip(prompts, out):
+    assert completion.log_probs.dtype == np.float32
+    check_log_probs(prompt, completion, tolerance=0.15, params=rounded)
+
+
+def test_a_model_or_bare_parameters_will_do():
+  prompts = make_prompts(3)
+  want = make_sampler().generate(prompts, max_new_tokens=np.int64(5))
+  policy = transformer.merge(transformer.Policy, MODEL, make_params())
+  for given in (policy, make_params()):
+    out = Sampler(MODEL, factory.SETTINGS, given, seed=7).generate(np.array(prompts, object), max_new_tokens=np.full(3, 5))
+    assert all(same(a, b, 0.0) for a, b in zip(want, out))
 
 
 def test_greedy_takes_the_most_probable_token_and_needs_no_seed():
@@ -153,7 +177,7 @@ def test_seeds_prompts_and_attempts_differ_and_repeat():
 
 
 def play(sampler, sessions, turns, rng_seed=0, new_tokens=6):
-  """Several turns of several sessions, which come back in an order of their own; returns {(session, turn): (sequence before, completion)}."""
+  """Several turns of several sessions, which come back in an order of their own: {(session, turn): (sequence before, completion)}."""
   rng = np.random.default_rng(rng_seed)
   observations = {(s, t): rng.integers(0, MODEL.vocab_size, rng.integers(1, 6)).tolist() for s in range(sessions) for t in range(turns)}
   sequences = {s: make_prompts(1, 3, 12, seed=100 + s)[0] for s in range(sessions)}
@@ -272,8 +296,8 @@ def test_a_resumed_turn_continues_exactly():
     (dict(tokens=[]), 'non-empty'), (dict(tokens=[[1]]), 'non-empty'), (dict(tokens=[0.5]), 'non-empty'),
     (dict(tokens=list(range(60)), max_new_tokens=37), 'max_length=96'), (dict(tokens=[1] * 97), 'shorten'),
     (dict(tokens=[67]), r'ids must be in \[0, 67\)'), (dict(tokens=[-1]), 'ids must be'), (dict(max_new_tokens=0), 'at least 1'),
-    (dict(prompt_id=2**63), 'prompt_id'), (dict(prompt_id=-1), 'prompt_id'), (dict(attempt=-1), 'attempt'), (dict(turn_start=9), 'turn_start'),
-    (dict(stop_strings=('',)), 'empty'), (dict(stop_strings=('a',)), 'tokenizer')])
+    (dict(prompt_id=2**63), 'prompt_id'), (dict(prompt_id=-1), 'prompt_id'), (dict(attempt=-1), 'attempt'),
+    (dict(turn_start=9), 'turn_start'), (dict(stop_strings=('',)), 'empty'), (dict(stop_strings=('a',)), 'tokenizer')])
 def test_a_bad_request_is_refused(change, message):
   sampler = make_sampler()
   request = Request(0, np.arange(5), prompt_id=0, attempt=0, max_new_tokens=4)

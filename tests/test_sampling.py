@@ -1,5 +1,7 @@
 """The draw of a token: distribution, extremes, noise."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -119,7 +121,8 @@ def test_noise_is_a_function_of_seed_prompt_attempt_and_position():
   key = sampling.row_key(1, 2, 3)
   assert key.dtype == np.uint32 and key.shape == (2,)
   np.testing.assert_array_equal(key, sampling.row_key(1, 2, 3))
-  keys = [tuple(sampling.row_key(*k)) for k in [(1, 2, 3), (2, 2, 3), (1, 3, 3), (1, 2, 4), (1, 2 + 2**32, 3), (1, 2 + 2**62, 3), (2, 1, 3)]]
+  others = [(2, 2, 3), (1, 3, 3), (1, 2, 4), (1, 2 + 2**32, 3), (1, 2 + 2**62, 3), (2, 1, 3), (2**64 - 1, 2, 3)]
+  keys = [tuple(sampling.row_key(*k)) for k in [(1, 2, 3), *others]]
   assert len(set(keys)) == len(keys)
   words = np.asarray(jax.jit(sampling.token_bits)(jnp.asarray(np.stack([key] * 5)), jnp.arange(5)))
   assert words.shape == (5, 4) and len(np.unique(words)) == 20
@@ -139,8 +142,9 @@ def test_uniforms_of_many_tokens_are_uniform():
 
 def test_temperature_zero_is_the_first_maximum():
   logits = np.array([[0.0, 2.0, 2.0, 1.0]], np.float32)
-  sample = jax.jit(lambda t: sampling.sample(jnp.asarray(logits), jnp.zeros((1, 2), jnp.uint32), jnp.zeros(1, jnp.int32), t, top_p=1.0, top_k=0))
-  token, log_prob = sample(jnp.float32(0))
+  keys, position = jnp.zeros((1, 2), jnp.uint32), jnp.zeros(1, jnp.int32)
+  sample = jax.jit(functools.partial(sampling.sample, top_p=1.0, top_k=0))
+  token, log_prob = sample(jnp.asarray(logits), keys, position, jnp.float32(0))
   assert int(token[0]) == 1
   np.testing.assert_allclose(log_prob, np.log(softmax64(logits[0])[1]), atol=1e-6)
 

@@ -93,8 +93,8 @@ def write_pages(pool: Cache, new: Cache, slots: jax.Array) -> Cache:
     (keys, values), (new_keys, new_values) = pages, fresh
     page, offset = jnp.divmod(slots, keys.shape[-1])
     return (
-        keys.at[page, :, :, offset].set(new_keys.transpose(0, 3, 1, 2), mode='drop'),
-        values.at[page, :, offset, :].set(new_values.transpose(0, 2, 1, 3), mode='drop'),
+        keys.at[page, :, :, offset].set(new_keys.transpose(0, 3, 1, 2).astype(keys.dtype), mode='drop'),
+        values.at[page, :, offset, :].set(new_values.transpose(0, 2, 1, 3).astype(values.dtype), mode='drop'),
     )
 
   return each_layer(layer, pool, new)
@@ -108,8 +108,8 @@ def write_rows(work: Cache, recent: Cache, start: jax.Array) -> Cache:
     row = jnp.arange(keys.shape[0])[:, None]
     position = start[:, None] + jnp.arange(new_values.shape[2])  # [B, C]
     return (
-        keys.at[row, :, :, position].set(new_keys.transpose(0, 3, 1, 2), mode='drop'),
-        values.at[row, :, position, :].set(new_values.transpose(0, 2, 1, 3), mode='drop'),
+        keys.at[row, :, :, position].set(new_keys.transpose(0, 3, 1, 2).astype(keys.dtype), mode='drop'),
+        values.at[row, :, position, :].set(new_values.transpose(0, 2, 1, 3).astype(values.dtype), mode='drop'),
     )
 
   return each_layer(layer, work, recent)
