@@ -12,7 +12,7 @@ prompts of 32 random tokens, temperature 1, log-probabilities on, 16 rows on bot
     tiny        the default model (0.6M parameters), 64 slots, 256 prompts of 24, 40 tokens each: what surrounds the model counts here
 
 Both sides alternate in one run; the figures are medians. The stream takes transformers about four minutes a repeat, a whole run about half
-an hour. PyTorch runs in a process of its own, by any Python that has torch and transformers, and waits without using a core meanwhile.
+an hour. PyTorch runs in a process of its own, by any Python that has torch and transformers.
 """
 
 from __future__ import annotations
@@ -78,8 +78,7 @@ class TorchSide:
 
   def __init__(self, python: str):
     self._process = subprocess.Popen(
-        [python, '-c', TORCH_WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, 'OMP_WAIT_POLICY': 'passive'})
+        [python, '-c', TORCH_WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     if self._process.stdout.readline().strip() != 'ready':
       raise SystemExit(
           f'{python} cannot run transformers (its error is above). Install requirements/parity.txt there, or name a Python that has torch '

@@ -104,12 +104,15 @@ class Programs:
     params, whole = self.param_shardings, self.whole
     self.init_pool = jax.jit(
         lambda: kv_cache.zeros(model, shapes.pages, shapes.page_size, jnp.dtype(shapes.dtype)), out_shardings=pool)
+    rows = self._cache_sharding(1, shapes.page_size)  # Rows of a prefill: any number of them, so they are not split.
+    # Apart from `prefill`: a function that reads pages and writes pages would copy all of them first.
+    self.read = jax.jit(kv_cache.gather, in_shardings=(pool, whole), out_shardings=rows)
     self.rebuild = jax.jit(kv_cache.gather, in_shardings=(pool, whole), out_shardings=work)
     self.load = jax.jit(
         lambda old, pages, packed: kv_cache.load(old, pages, packed[:, 0], packed[:, 1:]),
         in_shardings=(work, pool, whole), out_shardings=work, donate_argnums=(0,))
     self.prefill = jax.jit(
-        functools.partial(_prefill, shapes), in_shardings=(params, pool, whole, whole), out_shardings=pool, donate_argnums=(1,))
+        functools.partial(_prefill, shapes), in_shardings=(params, pool, None, whole), out_shardings=pool, donate_argnums=(1,))
     self.decode = jax.jit(
         functools.partial(_decode, shapes), in_shardings=(params, pool, work, whole, whole, whole),
         out_shardings=(pool, work, whole, whole), donate_argnums=(1, 2))
@@ -142,7 +145,8 @@ class Programs:
     for rows, length, cached in itertools.product(shapes.prefill_rows, shapes.prefill_lengths, shapes.prefill_cached):
       packed = np.full((rows, PREFILL_HEADER + 2 * length), nowhere, np.int32)
       packed[:, : PREFILL_HEADER + length] = 0
-      pool = self.prefill(params, pool, *self.put((packed, np.zeros((rows, cached // shapes.page_size), np.int32))))
+      read = self.read(pool, self.put(np.zeros((rows, cached // shapes.page_size), np.int32))) if cached else None
+      pool = self.prefill(params, pool, read, self.put(packed))
     packed = np.full((shapes.slots, DECODE_HEADER + shapes.chunk_steps), nowhere, np.int32)
     packed[:, :DECODE_HEADER] = 0
     for cached in shapes.cached:
@@ -161,17 +165,18 @@ def programs(shapes: Shapes) -> Programs:
   return Programs(shapes)
 
 
-def _prefill(shapes: Shapes, params: Params, pool: kv_cache.Cache, packed: jax.Array, tables: jax.Array) -> kv_cache.Cache:
+def _prefill(
+    shapes: Shapes, params: Params, pool: kv_cache.Cache, cached: kv_cache.Cache | None, packed: jax.Array
+) -> kv_cache.Cache:
   """Computes keys and values of new tokens and writes them to their pages.
 
   Args:
+    cached: what the rows have cached, from `Programs.read`; None where none has anything.
     packed: i32[R, 1 + 2 * T]: cached length, then T tokens (right-padded), then T page slots (see `kv_cache.write_pages`).
-    tables: i32[R, n], pages of what is cached already, n * page_size a bucket; n = 0 where nothing is.
   """
   length = (packed.shape[1] - PREFILL_HEADER) // 2
   start, tokens, slots = packed[:, 0], packed[:, PREFILL_HEADER: PREFILL_HEADER + length], packed[:, PREFILL_HEADER + length:]
   model = transformer.merge(transformer.Policy, shapes.model, params)
-  cached = kv_cache.gather(pool, tables) if tables.shape[1] else None
   positions = start[:, None] + jnp.arange(length)
   _, new = model.hidden(tokens, positions, kv_cache.extend_attention(start), cached, shard=sharding.shard_fn(shapes.mesh))
   return kv_cache.write_pages(pool, new, slots)

@@ -247,7 +247,8 @@ class Sampler:
       session.cached += n
       self._stats['tokens_prefilled'] += n
     self._stats['prefills'] += 1
-    self._pool = self._programs.prefill(self._params, self._pool, *self._programs.put((packed, tables)))
+    read = self._programs.read(self._pool, self._programs.put(tables)) if cached else None
+    self._pool = self._programs.prefill(self._params, self._pool, read, self._programs.put(packed))
 
   def _fill_table(self, table: np.ndarray, session: Session) -> np.ndarray:
     """Writes the session's pages to `table` i32[n], as many as fit; returns all of them."""
