@@ -130,6 +130,7 @@ class Session:
       values.clear()
     self.phase, self.environment, self.turn, self.turn_start, self.metrics = 'reset', None, 0, 0, {}
     self.attempt += 1
+    self.task = dataclasses.replace(self.task, attempt=self.attempt)
 
   def to_rollout(self, ending: str, stop_reason: str, environment: str, now_s: float) -> Rollout:
     return Rollout(
@@ -295,6 +296,7 @@ class RolloutEngine:
           f'prompt_length: prompt {session.prompt_id} has {len(prompt)} tokens; 1 to {self._limit - 1} fit '
           f'(task.max_tokens={self._task.max_tokens}, model.max_length={self._max_length})')
       return
+    session.metrics = {name: 0.0 for name in session.environment.metric_names}  # Of a rollout that is cut before its first step.
     session.append(prompt, action=False)
     self._sample(session)
 
