@@ -24,28 +24,29 @@ def get_config() -> ConfigDict:
       'dataset': 'chain_sum', 'params': {'min_terms': 2, 'max_terms': 3, 'min_digits': 1, 'max_digits': 1},
       'system_prompt': 'You are a calculator. Reply with the number only.', 'extraction': 'last_number'}
   config.task.max_turns = 1
-  config.task.max_turn_tokens = 24
+  config.task.max_turn_tokens = 16
   config.task.max_tokens = 80
   config.learner.lengths = (64, 80)
 
-  config.sampler.slots = 32
-  config.sampler.sessions = 48
+  config.sampler.slots = 16
+  config.sampler.sessions = 32
   config.sampler.prefill_lengths = (64,)
-  config.sampler.prefill_rows = (8, 32)
+  config.sampler.prefill_rows = (16,)
+  config.sampler.cache_lengths = (80,)
 
-  config.learner.batch_size = 32
-  config.learner.micro_batches = 2
+  config.algorithm.truncation = 'zero'  # An answer that does not come within the limit is no answer.
+  config.learner.batch_size = 16
   config.learner.value_warmup_steps = 2
   config.learner.policy.learning_rate = 2e-5
-  config.learner.value.learning_rate = 5e-5
+  config.learner.value.learning_rate = 1e-4
   config.value_pretrain.rollouts = 128
   config.value_pretrain.epochs = 1
-  config.value_pretrain.optimizer.learning_rate = 5e-5
-  config.queue.capacity = 64
+  config.value_pretrain.optimizer.learning_rate = 1e-4
+  config.queue.capacity = 32
   config.queue.max_staleness = 1
 
   config.rl.policy_steps = 60
-  config.evaluation.prompts = 256
+  config.evaluation.prompts = 200
   config.checkpoint.every = 20
   config.checkpoint.keep = 1
   return config
