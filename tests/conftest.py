@@ -1,8 +1,20 @@
-"""Runs every test on the CPU with eight virtual devices; set before JAX is imported."""
+"""Runs every test on the CPU with eight virtual devices; set before JAX is imported.
 
+Programs that several tests compile are compiled once: a compilation cache of this session alone, which child processes use as well.
+"""
+
+import atexit
 import os
+import shutil
+import tempfile
 
 FLAG = '--xla_force_host_platform_device_count=8'
 if FLAG not in os.environ.get('XLA_FLAGS', ''):
   os.environ['XLA_FLAGS'] = (os.environ.get('XLA_FLAGS', '') + ' ' + FLAG).strip()
 os.environ['JAX_PLATFORMS'] = 'cpu'
+
+if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
+  os.environ['JAX_COMPILATION_CACHE_DIR'] = tempfile.mkdtemp(prefix='sao_jax_tests_')
+  os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.3'
+  os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '-1'
+  atexit.register(shutil.rmtree, os.environ['JAX_COMPILATION_CACHE_DIR'], ignore_errors=True)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from sao_jax import rl
 from sao_jax import train
 from sao_jax.environments.base import EnvironmentFailure
 from sao_jax.environments.calculator import Calculator
@@ -170,3 +171,57 @@ def test_a_failure_ends_the_run_with_the_first_cause(tmp_path, monkeypatch, wher
   with pytest.raises((RuntimeError, KeyError), match='the first cause'):
     train.run(tiny_config(**WALL), tmp_path)
   assert not [t for t in threading.enumerate() if t.name == 'rollouts' and t.is_alive()]
+
+
+@pytest.mark.slow
+def test_nothing_compiles_after_warm_up(tmp_path, monkeypatch):
+  """50 updates on 400 multi-turn rollouts of mixed lengths: not one compilation, by JAX's own events."""
+  events, during = [], []
+  jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: events.append(name))
+  loop = rl.ReinforcementLearning._run_virtual
+
+  def counted(self):
+    before = len(events)
+    loop(self)
+    during.extend(events[before:])
+
+  monkeypatch.setattr(rl.ReinforcementLearning, '_run_virtual', counted)
+  summary, _, rows = run(
+      tmp_path, monkeypatch, sft__steps=0, value_pretrain__rollouts=0, rl__policy_steps=50, evaluation__prompts=0, evaluation__every=0,
+      learner__value_warmup_steps=0, learner__lengths=(32, 64), sampler__cache_lengths=(32, 64))
+  assert summary['accounting']['trained'] == 400
+  assert len({row['rollout/length_max'] for row in rows}) > 1 and max(row['rollout/turns'] for row in rows) > 1
+  assert any('compile' in name for name in events)  # The listener hears of compilations at all.
+  assert [name for name in during if 'compile' in name or 'trace' in name] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('temperature', [0.7, 1.0, 1.3])
+def test_same_version_log_probs_agree_at_every_temperature(tmp_path, monkeypatch, temperature):
+  _, _, rows = run(
+      tmp_path, monkeypatch, sampler__temperature=temperature, sft__steps=3, value_pretrain__rollouts=0, evaluation__prompts=0,
+      evaluation__every=0, rl__policy_steps=3, learner__value_warmup_steps=0, queue__max_staleness=0)
+  gaps = [row['sampler_vs_learner/log_prob_gap_max'] for row in rows if 'policy_step' in row]
+  outside = [row['ratio/outside_1pct'] for row in rows if 'policy_step' in row]
+  assert len(gaps) == len(outside) == 3  # With staleness 0 every token is of the current version.
+  assert max(gaps) <= 1e-4 and max(outside) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('overrides', [
+    dict(queue__overdue='drop', queue__max_staleness=1, clock__sigma=1.5),
+    dict(queue__overdue='wait', queue__max_staleness=0),
+    dict(queue__overdue='use', queue__max_staleness=1, sampler__on_update='keep_cache', algorithm__objective='ppo_clip'),
+    dict(sampler__on_update='finish_first', algorithm__truncation='drop', algorithm__advantage='reinforce_batch_centred'),
+    dict(learner__micro_batches=2, algorithm__denominator='trajectory', algorithm__advantage_values='before_update', model__scan_layers=True),
+])
+def test_every_way_to_run_ends_with_balanced_books(tmp_path, monkeypatch, overrides):
+  summary, _, rows = run(
+      tmp_path, monkeypatch, sft__steps=2, value_pretrain__rollouts=0, evaluation__prompts=0, evaluation__every=0, rl__policy_steps=5,
+      **overrides)
+  accounting = summary['accounting']
+  assert accounting['trained'] == 7 * 8
+  assert accounting['admitted'] == accounting['trained'] + accounting['carried_over'] + sum(accounting['dropped'].values())
+  if overrides.get('queue__overdue') != 'use':
+    bound = overrides.get('queue__max_staleness', 2)
+    assert max(row['queue/staleness_max'] for row in rows if 'queue/staleness_max' in row) <= bound
