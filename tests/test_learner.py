@@ -15,6 +15,9 @@ from sao_jax.models import attention, transformer
 from tests.learner_factory import LENGTH, POLICY, ROWS, VALUE, VOCAB, host, make_batch, make_learner, start, start_params
 
 
+SLOW = pytest.mark.slow  # Each compiles another program.
+
+
 def positions(tokens):
   return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
@@ -46,7 +49,7 @@ def assert_close(got, want, rtol=2e-4, atol=2e-5):
     np.testing.assert_allclose(got[path], want[path], rtol=rtol, atol=atol, err_msg=path)
 
 
-@pytest.mark.parametrize('denominator', ['action_tokens', 'kept_tokens', 'trajectory'])
+@pytest.mark.parametrize('denominator', ['action_tokens', pytest.param('kept_tokens', marks=SLOW), pytest.param('trajectory', marks=SLOW)])
 def test_one_update_is_the_method(denominator):
   """One value step, values again, length-adaptive GAE, DIS at temperature 0.7: written out with full logits and autodiff."""
   learner = make_learner(algorithm=dict(denominator=denominator, epsilon_low=0.6), temperature=0.7, value_steps=1, micro_batches=2)
@@ -95,6 +98,7 @@ def test_one_update_is_the_method(denominator):
     np.testing.assert_allclose(metrics[f'ratio/log_p{percent:02d}'], want, rtol=1e-3, atol=1e-4)
 
 
+@SLOW
 def test_untied_embeddings_and_the_second_registry_entries():
   learner = make_learner(
       model=dict(tie_embeddings=False), algorithm=dict(advantage='reinforce_batch_centred', objective='ppo_clip'), value_steps=0)
@@ -162,7 +166,8 @@ def test_frozen_leaves_by_whole_path_components():
   assert is_frozen('a.attention.b', 'attention_and_embeddings') and not is_frozen('a.attention_out.b', 'attention_and_embeddings')
 
 
-@pytest.mark.parametrize('truncation,count', [('bootstrap', 'all'), ('zero', 'all'), ('drop', 'rest')])
+@pytest.mark.parametrize('truncation,count', [
+    pytest.param('bootstrap', 'all', marks=SLOW), pytest.param('zero', 'all', marks=SLOW), ('drop', 'rest')])
 def test_b04_truncation_settings(truncation, count):
   learner = make_learner(algorithm=dict(truncation=truncation), value_steps=1)
   batch = make_batch()
@@ -233,7 +238,7 @@ def test_a_non_finite_step_is_refused_and_named(field):
     learner.fetch(metrics, 7)
 
 
-@pytest.mark.parametrize('temperature', [0.5, 0.7, 1.3])
+@pytest.mark.parametrize('temperature', [0.7, pytest.param(0.5, marks=SLOW), pytest.param(1.3, marks=SLOW)])
 def test_b09_same_weights_same_log_probs_at_any_temperature(temperature):
   """The sampler's log-probabilities, here of full logits / T, equal the learner's; values do not know the temperature."""
   learner = make_learner(temperature=temperature)
@@ -255,6 +260,7 @@ def test_b09_same_weights_same_log_probs_at_any_temperature(temperature):
   assert metrics['ratio/outside_1pct'].total == 0 and metrics['ratio/outside_1pct'].count == batch.action_mask.sum()
 
 
+@SLOW
 def test_advantages_use_the_values_that_the_settings_name():
   batch, means = make_batch(), {}
   for choice in ('after_update', 'before_update'):
