@@ -44,7 +44,7 @@ def evaluate_run(
       where, policy = {'checkpoint': None, 'stage': 'start', 'policy_step': 0}, parts.learner.policy_params(initial_state(parts))
     else:
       where, policy = _restore(parts, step)
-    found = parts.evaluate(policy, prompts=prompts, label='of the checkpoint')
+    found = parts.evaluate(policy, version=int(where['policy_step']), prompts=prompts, label='of the checkpoint')
   return {
       **where, 'task': config.task.name, 'n': found['greedy'].n, 'temperature': config.sampler.temperature,
       **{name: _numbers(result, config.evaluation.seed) for name, result in found.items()}}

@@ -100,10 +100,10 @@ class Parts:
         tokenizer=self.tokenizer, task=self.config.task, max_length=self.model.max_length, sessions=self.config.sampler.sessions, now=now)
 
   def run_prompts(
-      self, params: Params, prompts: list[tuple[int, Task]], *, label: str, seed: int, greedy: bool = False
+      self, params: Params, prompts: list[tuple[int, Task]], *, label: str, seed: int, version: int = 0, greedy: bool = False
   ) -> evaluation.ListFlow:
     """Rolls out a fixed list of prompts with `params` (in the learner's layout), apart from any training that goes on."""
-    snapshot = ParamSnapshot(0, self.convert(params))
+    snapshot = ParamSnapshot(version, self.convert(params))
     if self.evaluation_sampler is None:
       self.evaluation_sampler = self.make_sampler(snapshot, seed=seed)
     self.evaluation_sampler.reset(snapshot, seed=seed, temperature=0.0 if greedy else self.config.sampler.temperature)
@@ -116,12 +116,13 @@ class Parts:
       if pool is not None:
         pool.close()
 
-  def evaluate(self, params: Params, *, prompts: int, label: str) -> dict[str, evaluation.Evaluation]:
+  def evaluate(self, params: Params, *, version: int, prompts: int, label: str) -> dict[str, evaluation.Evaluation]:
     """Held-out success at temperature 1 ('temperature_1': the sampling temperature of training) and greedy ('greedy')."""
     held_out = heldout(self.environment, prompts, self.config.evaluation.seed)
     return {
         name: evaluation.summarize(self.run_prompts(
-            params, held_out, label=f'evaluation {label}, {name}', seed=self.config.evaluation.seed, greedy=name == 'greedy'))
+            params, held_out, label=f'evaluation {label}, {name}', seed=self.config.evaluation.seed, version=version,
+            greedy=name == 'greedy'))
         for name in ('temperature_1', 'greedy')
     }
 

@@ -54,7 +54,7 @@ class Run:
     """Evaluates the policy on held-out prompts, writes numbers and sample trajectories; `name` is 'before', 'after' or 'step N'."""
     self.flush_metrics()
     policy = self.parts.learner.policy_params(self.state)
-    found = self.parts.evaluate(policy, prompts=prompts, label=name)
+    found = self.parts.evaluate(policy, version=self.progress.version, prompts=prompts, label=name)
     numbers: dict[str, float] = {}
     for temperature, result in found.items():
       numbers.update({

@@ -20,7 +20,7 @@ LAYOUTS = {
         learner__devices=(0, 1, 2, 3), sampler__devices=(4, 5), learner__mesh=(1, 4, 1, 1, 1), sampler__mesh=(1, 1, 1, 1, 2)),
 }
 # 259 tokens, padded to a multiple of the tensor axis.
-SHORT = dict(model__vocab_size=260, rl__policy_steps=3, sft__steps=3, evaluation__every=0)
+SHORT = dict(model__vocab_size=260, rl__policy_steps=3, sft__steps=20, evaluation__every=0)
 
 
 @pytest.fixture(scope='module')
