@@ -152,6 +152,12 @@ class DeviceTurns:
     self._next = 0
     self._serving = 0
 
+  @property
+  def waiting(self) -> int:
+    """How many wait for their turn."""
+    with self._condition:
+      return max(0, self._next - self._serving - 1)
+
   @contextlib.contextmanager
   def turn(self) -> Iterator[None]:
     """Holds the devices; whoever holds them waits for its own device work before leaving."""
