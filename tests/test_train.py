@@ -139,7 +139,8 @@ def test_wall_clock_run_with_failing_and_hanging_environments(tmp_path, monkeypa
   """Some episodes fail for good, some calls hang: both are counted under their names, and the run ends."""
   summary, _, rows = run(
       tmp_path, monkeypatch, task__settings={'turns': 1, 'max_turns': 3, 'failure_rate': 0.3, 'hang_rate': 0.05, 'hang_s': 30.0},
-      task__step_timeout_s=0.5, task__retries=0, **{**WALL, 'sft__steps': 40})
+      task__step_timeout_s=0.5, task__retries=0, task__max_failure_share=1.0,
+      **{**WALL, 'sft__steps': 40})
   accounting = summary['accounting']
   assert accounting['trained'] == 5 * 8 and accounting['dropped'].get('environment_error', 0) >= 1
   assert set(accounting['dropped']) <= {'environment_error', 'environment_timeout'}
