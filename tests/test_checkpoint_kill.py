@@ -51,9 +51,10 @@ def test_kill_9_while_saving(tmp_path, kills):
   for _ in range(kills):
     child = subprocess.Popen([sys.executable, '-c', CHILD, str(tmp_path / 'c')], stdout=subprocess.PIPE, text=True)
     assert child.stdout.readline() == 'ready\n'
+    reported = [int(child.stdout.readline()) for _ in range(rng.integers(0, 3))]  # However slow the machine is, some kills come after a save.
     time.sleep(rng.uniform(0.0, 0.6))
     os.kill(child.pid, signal.SIGKILL)
-    reported = [int(line) for line in child.stdout.read().split('\n')[:-1]]
+    reported += [int(line) for line in child.stdout.read().split('\n')[:-1]]
     child.wait()
     found = check_whole(tmp_path / 'c')
     assert found >= max([newest, *reported])
