@@ -35,6 +35,7 @@ def check_whole(directory):
   made = Checkpointer(directory, keep=2)
   like = {name: jnp.zeros(60_000, jnp.float32) for name in 'abcd'}
   values = np.random.default_rng(0).standard_normal(60_000).astype(np.float32)
+  made.wait()  # A kill between saving and deleting left one too many.
   for step in made.steps():
     arrays, host = made.restore(step, like), made.restore_host(step)
     assert host['step'] == step and (host['big'] == step).all() and len(host['many']) == 50
@@ -51,7 +52,8 @@ def test_kill_9_while_saving(tmp_path, kills):
   for _ in range(kills):
     child = subprocess.Popen([sys.executable, '-c', CHILD, str(tmp_path / 'c')], stdout=subprocess.PIPE, text=True)
     assert child.stdout.readline() == 'ready\n'
-    reported = [int(child.stdout.readline()) for _ in range(rng.integers(0, 3))]  # However slow the machine is, some kills come after a save.
+    # However slow the machine is, some kills come after a save.
+    reported = [int(child.stdout.readline()) for _ in range(rng.integers(0, 3))]
     time.sleep(rng.uniform(0.0, 0.6))
     os.kill(child.pid, signal.SIGKILL)
     reported += [int(line) for line in child.stdout.read().split('\n')[:-1]]
