@@ -6,11 +6,12 @@ checkpoint needs. Both belong to the main thread.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import pathlib
 import time
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import jax
 from sao_jax import environments, evaluation, prng, report, sharding
@@ -107,14 +108,22 @@ class Parts:
     if self.evaluation_sampler is None:
       self.evaluation_sampler = self.make_sampler(snapshot, seed=seed)
     self.evaluation_sampler.reset(snapshot, seed=seed, temperature=0.0 if greedy else self.config.sampler.temperature)
-    pool = None if self.config.clock.kind == 'virtual' else EnvironmentPool(self.config.task.workers, self.config.task.step_timeout_s)
-    try:
+    with self.environment_calls() as calls:
       return evaluation.run_list(
-          lambda flow: self.make_engine(self.evaluation_sampler, pool or InlineCalls(), flow, time.monotonic), prompts,
+          lambda flow: self.make_engine(self.evaluation_sampler, calls, flow, time.monotonic), prompts,
           on_progress=lambda done: self.progress_bar.note(f'{label}: {done}/{len(prompts)}'))
+
+  @contextlib.contextmanager
+  def environment_calls(self) -> Iterator[Calls]:
+    """Environment calls apart from those of training: in threads, or on the spot under the virtual clock."""
+    if self.config.clock.kind == 'virtual':
+      yield InlineCalls()
+      return
+    pool = EnvironmentPool(self.config.task.workers, self.config.task.step_timeout_s)
+    try:
+      yield pool
     finally:
-      if pool is not None:
-        pool.close()
+      pool.close()
 
   def evaluate(self, params: Params, *, version: int, prompts: int, label: str) -> dict[str, evaluation.Evaluation]:
     """Held-out success at temperature 1 ('temperature_1': the sampling temperature of training) and greedy ('greedy')."""

@@ -6,6 +6,8 @@ of the seed and the step alone.
 
 from __future__ import annotations
 
+import functools
+import time
 from typing import Sequence
 
 import numpy as np
@@ -14,10 +16,10 @@ from sao_jax import prng
 from sao_jax.batching import make_batch
 from sao_jax.checkpoint import load_rollouts, save_rollouts
 from sao_jax.data import PromptStream
-from sao_jax.environments.base import Task
+from sao_jax.environments.base import EnvironmentFailure, Task
 from sao_jax.metrics import rollout_metrics
 from sao_jax.parts import Parts
-from sao_jax.rollouts import first_ids, next_ids
+from sao_jax.rollouts import Call, FailureShare, first_ids, next_ids
 from sao_jax.run import Run
 from sao_jax.types import Rollout
 
@@ -69,19 +71,37 @@ def pick(rollouts: Sequence[Rollout], size: int, seed: int, name: str, step: int
 def record_demonstrations(parts: Parts, count: int) -> list[Rollout]:
   """Demonstrated episodes as rollouts: the demonstrator's tokens are the actions, the environment's are not.
 
-  Raises ValueError where the environment has no demonstrations, or one is longer than a rollout may be.
+  Demonstrations whose environment fails or hangs are left out and told. Raises ValueError where the environment has none, or one is longer
+  than a rollout may be; RuntimeError where too many are lost.
   """
   if not parts.environment.has_demonstrations:
     raise ValueError(f'Environment {parts.environment.name!r} has no demonstrations: set sft.steps=0, or choose another task.')
   stream = PromptStream(parts.environment, seed=parts.config.seed, split='train')
-  rollouts = []
-  for index in range(count):
-    prompt_id, _, task = stream.next()
-    rng = prng.generator(parts.config.seed, 'demonstration', index)
-    rollout = _play(parts, prompt_id, task, parts.environment.demonstration(task, rng))
-    if rollout.length > parts.max_length:
-      raise ValueError(f'The demonstration of prompt {prompt_id} has {rollout.length} tokens; {parts.max_length} fit (task.max_tokens).')
-    rollouts.append(rollout)
+  failures, results = FailureShare(parts.config.task.max_failure_share), []
+  with parts.environment_calls() as calls:
+    for index in range(count):
+      prompt_id, _, task = stream.next()
+      actions = parts.environment.demonstration(task, prng.generator(parts.config.seed, 'demonstration', index))
+      calls.submit(Call(index, 0, 0, functools.partial(_play, parts, prompt_id, task, actions)))
+    while len(results) < count:
+      arrived = calls.ready()
+      for result in arrived:
+        if result.error is not None and not isinstance(result.error, (EnvironmentFailure, TimeoutError)):
+          raise result.error
+        failures.add('' if result.error is None else f'demonstration {result.ticket}: {result.error}')
+      results += arrived
+      if not arrived:
+        time.sleep(0.001)
+  rollouts = [result.value for result in sorted(results, key=lambda r: r.ticket) if result.error is None]
+  if len(rollouts) < count:
+    parts.progress_bar.line(f'{count - len(rollouts)} of {count} demonstrations were lost to failures of their environment')
+  if not rollouts:
+    raise RuntimeError(f'All {count} demonstrations were lost to failures of their environment; the last one: {results[-1].error}')
+  longest = max(rollouts, key=lambda r: r.length)
+  if longest.length > parts.max_length:
+    raise ValueError(
+        f'The demonstration of prompt {longest.prompt_id} has {longest.length} tokens; {parts.max_length} fit (task.max_tokens, '
+        'model.max_length).')
   return rollouts
 
 
