@@ -16,11 +16,14 @@ Rollouts per second are trained rollouts over the time between learner steps, th
 
 import collections
 import json
+import pathlib
 import statistics
 import sys
 import tempfile
 from typing import Any
 from unittest import mock
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # The repository, for `import sao_jax` without an installation.
 
 from absl import app
 from absl import flags
