@@ -202,7 +202,8 @@ def test_same_version_log_probs_agree_at_every_temperature(tmp_path, monkeypatch
     dict(queue__overdue='wait', queue__max_staleness=0),
     dict(queue__overdue='use', queue__max_staleness=1, sampler__on_update='keep_cache', algorithm__objective='ppo_clip'),
     dict(sampler__on_update='finish_first', algorithm__truncation='drop', algorithm__advantage='reinforce_batch_centred'),
-    dict(learner__micro_batches=2, algorithm__denominator='trajectory', algorithm__advantage_values='before_update', model__scan_layers=True),
+    dict(learner__micro_batches=2, learner__devices=(0,), sampler__devices=(0,), algorithm__denominator='trajectory',
+         algorithm__advantage_values='before_update', model__scan_layers=True),
 ])
 def test_every_way_to_run_ends_with_balanced_books(tmp_path, monkeypatch, overrides):
   summary, _, rows = run(
