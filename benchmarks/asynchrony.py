@@ -64,9 +64,16 @@ class GroupBarrierFlow(rl.TrainingFlow):
     group.append(rollout)
     if len(group) == _GROUP.value:
       self._ready.extend(self._held.pop(rollout.prompt_id // _GROUP.value))
+    self._hand_over(version)
+    return True
+
+  def _hand_over(self, version: int) -> None:
     while self._ready and self._put(self._ready[0], version):
       self._ready.popleft()
-    return True
+
+  def admit(self, version: int) -> Any:
+    self._hand_over(version)  # What a full queue refused before.
+    return super().admit(version)
 
 
 def make_config(*, sessions: int, max_staleness: int, steps: int, seed: int) -> settings.Config:

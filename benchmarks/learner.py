@@ -29,15 +29,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sao_jax import algorithms, config as config_lib, log_probs, sharding
+from sao_jax import algorithms, config as config_lib, log_probs, sharding, updates
 from sao_jax.learner import Learner
+from sao_jax.models import transformer
 from sao_jax.types import Batch
 
 ROWS, LENGTH = 8, 256
 SHAPE = dict(
     vocab_size=32768, embed_dim=512, num_layers=8, num_heads=8, num_kv_heads=4, head_dim=64, mlp_dim=1536, rope_theta=1e6, qk_norm=True,
     tie_embeddings=True, max_length=2048)
-LOSS = dict(vocabulary=151936, rows=8, length=1024, width=512, chunk=128)
+LOSS = dict(vocabulary=151936, rows=8, length=1024, width=512)
 
 TORCH_WORKER = '''
 import sys, time
@@ -125,15 +126,17 @@ class SaoStep:
     return time.perf_counter() - start
 
 
-def loss_memory(vocabulary: int, rows: int, length: int, width: int, chunk: int) -> dict[str, int]:
-  """Bytes of the compiled loss with its gradients by hidden states and unembedding, from the compiler."""
-  head = log_probs.Head(
-      unembed=lambda hidden, weight: jnp.einsum('...d,vd->...v', hidden, weight, preferred_element_type=jnp.float32), temperature=1.0,
-      chunk=chunk, groups=1, shard=lambda x, axes: x)
+def loss_memory(vocabulary: int, rows: int, length: int, width: int) -> dict[str, int]:
+  """Bytes of the learner's compiled loss with its gradients by hidden states and unembedding, at default settings, from the compiler."""
+  model = config_lib.ModelConfig(vocab_size=vocabulary, embed_dim=width, num_layers=1, max_length=length)
+  update = updates.Updates(config_lib.Config(model=model), lambda x, axes: x, 1, lambda gradient: gradient)
+  params = transformer.abstract(transformer.Policy, model)[1]
   objective = functools.partial(algorithms.dis_policy_loss, epsilon_low=0.3, epsilon_high=5.0)
 
   def loss(hidden, weight, tokens, mask, behaviour, advantage):
-    terms = log_probs.token_terms(head, hidden, weight, tokens, mask, objective, (behaviour, advantage), with_gradient=True)
+    _, unembed = update._head({**params, 'trunk.embedding': weight})
+    terms = log_probs.token_terms(
+        update._make_head(unembed, 1.0), hidden, weight, tokens, mask, objective, (behaviour, advantage), with_gradient=True)
     return terms.stats['loss'], terms.hidden_gradient, terms.weight_gradient
 
   shapes = [(rows, length, width), (vocabulary, width)] + [(rows, length)] * 4
@@ -149,7 +152,8 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--torch-python', default=sys.executable, help='a Python that has torch and transformers')
   parser.add_argument('--repeats', type=int, default=5)
-  parser.add_argument('--logits-chunk', type=int, default=1024, help='positions whose logits exist at once in the timed steps')
+  parser.add_argument(
+      '--logits-chunk', type=int, default=0, help='positions whose logits exist at once in the timed steps; 0: as the learner chooses')
   args = parser.parse_args()
   torch_step = TorchStep(args.torch_python)
   steps = {

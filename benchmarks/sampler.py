@@ -1,6 +1,6 @@
 """Speed of the sampler on the CPU, side by side with transformers' `generate` (PyTorch).
 
-    python benchmarks/sampler.py [--torch-python=PATH] [--repeats=5] [--requests=512]        prints one JSON object
+    python benchmarks/sampler.py [--torch-python=PATH] [--repeats=5] [--requests=512] [--only-stalls]        prints one JSON object
 
 A 42M-parameter Qwen3 shape (8 layers, width 512, feed-forward 1536, 8 query and 4 key/value heads of 64, vocabulary 32768, tied), float32,
 prompts of 32 random tokens, temperature 1, log-probabilities on, 16 rows on both sides.
@@ -10,6 +10,7 @@ prompts of 32 random tokens, temperature 1, log-probabilities on, 16 rows on bot
                 as rows end; transformers takes static batches of 16 in order of arrival, each until its longest row is done. Useful
                 tokens are those that were asked for.
     tiny        the default model (0.6M parameters), 64 slots, 256 prompts of 24, 40 tokens each: what surrounds the model counts here
+    stalls      what publishing parameters from another thread, as a learner does, costs decoding
 
 Both sides alternate in one run; the figures are medians. The stream takes transformers about four minutes a repeat, a whole run about half
 an hour. PyTorch runs in a process of its own, by any Python that has torch and transformers.
@@ -22,9 +23,11 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import queue
 import statistics
 import subprocess
 import sys
+import threading
 import time
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
@@ -33,9 +36,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import jax
 import numpy as np
 
+from sao_jax import sharding
 from sao_jax.config import ModelConfig, SamplerConfig
 from sao_jax.models import transformer
-from sao_jax.sampler import Sampler
+from sao_jax.param_store import ParamStore
+from sao_jax.sampler import Request, Sampler
 from sao_jax.types import ParamSnapshot
 
 ROWS, PROMPT, UNIFORM = 16, 32, 64
@@ -115,29 +120,56 @@ def stream_lengths(requests: int) -> list[int]:
   return np.clip(np.random.default_rng(0).lognormal(3.3, 0.9, requests).astype(int), 4, 256).tolist()
 
 
-def stalls(sampler: Sampler) -> dict[str, float]:
-  """Longest stop for new parameters, against the median time of a chunk, over 20 updates in the middle of turns."""
-  version, chunks = 1, []
-  snapshots = [{k: jax.numpy.copy(v) for k, v in sampler._params.items()} for _ in range(2)]
-  original = sampler.step
+class Publisher:
+  """Publishes in a thread of its own, as a learner does, whenever it is asked to."""
 
-  def step():
-    nonlocal version
-    if len(chunks) % 2 and version <= 20:
-      sampler.update(ParamSnapshot(version, snapshots[version % 2]))
-      version += 1
+  def __init__(self, sampler: Sampler):
+    shapes = sampler._shapes
+    convert = sharding.make_converter(sampler._programs.param_shardings, shapes.dtype)
+    self._params = {path: jax.numpy.copy(x) for path, x in sampler._params.items()}
+    self.store = ParamStore(convert, self._params)
+    self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    threading.Thread(target=self._loop, daemon=True).start()
+
+  def ask(self) -> None:
+    self._asked.put(True)
+
+  def _loop(self) -> None:
+    while True:
+      self._asked.get()
+      self.store.publish(self._params)
+
+
+def stalls(sampler: Sampler, publishes: int = 20) -> dict[str, float]:
+  """What publishes beside decoding cost it: between two of them a few chunks without, then the time that the chunks from the request until
+  the new version is drawn with took beyond the median chunk."""
+  publisher, original = Publisher(sampler), sampler.step
+  plain, added = [], []
+  sampler.reset(publisher.store.latest(), seed=0, temperature=1.0)
+
+  def chunk() -> float:
     start = time.perf_counter()
-    done = original()
-    chunks.append(time.perf_counter() - start)
-    return done
+    snapshot = publisher.store.latest()
+    if snapshot.version != sampler.version:
+      sampler.update(snapshot)
+    original()
+    return time.perf_counter() - start
 
-  sampler.reset(ParamSnapshot(0, snapshots[0]), seed=0, temperature=1.0)
-  sampler.step = step
-  try:
-    sampler.generate([[5] * PROMPT] * ROWS, max_new_tokens=256)
-  finally:
-    del sampler.step
-  return {'params_stall_max_s': sampler.stats()['params_stall_max_s'], 'chunk_median_s': statistics.median(chunks)}
+  for publish in range(publishes):
+    for row in range(ROWS):
+      sampler.release(row)
+      sampler.submit(Request(session=row, tokens=np.full(PROMPT, 5), prompt_id=row, attempt=publish, max_new_tokens=200))
+    chunk()  # The prefill.
+    quiet = [chunk() for _ in range(6)]
+    version, during = sampler.version, []
+    publisher.ask()
+    while sampler.version == version:
+      during.append(chunk())
+    plain += quiet
+    added.append(sum(during) - len(during) * statistics.median(quiet))
+  return {
+      'publish_stall_median_s': statistics.median(added), 'publish_stall_max_s': max(added), 'chunk_median_s': statistics.median(plain),
+      'params_stall_max_s': sampler.stats()['params_stall_max_s']}
 
 
 def main() -> None:
@@ -146,7 +178,11 @@ def main() -> None:
   parser.add_argument('--repeats', type=int, default=5)
   parser.add_argument('--requests', type=int, default=512, help='length of the stream; the goal is stated for 512')
   parser.add_argument('--skip-torch', action='store_true', help='measure our side only')
+  parser.add_argument('--only-stalls', action='store_true', help='measure what publishing parameters costs decoding, nothing else')
   args = parser.parse_args()
+  if args.only_stalls:
+    print(json.dumps({**stalls(make_sampler(MODEL, SETTINGS)), 'cores': os.cpu_count(), 'jax': importlib.metadata.version('jax')}))
+    return
   torch = None if args.skip_torch else TorchSide(args.torch_python)
   sampler, tiny = make_sampler(MODEL, SETTINGS), make_sampler(TINY, TINY_SETTINGS)
   rng, lengths = np.random.default_rng(1), stream_lengths(args.requests)

@@ -52,5 +52,5 @@ def get_config() -> ConfigDict:
 
   config.evaluation.prompts = 256
   config.evaluation.every = 25
-  config.checkpoint.every = 100
+  config.checkpoint.every = 25
   return config

@@ -9,7 +9,9 @@ import json
 import os
 import pathlib
 import re
+import signal
 import sys
+import threading
 import traceback
 import typing
 from typing import Any, Callable, Iterator, Mapping
@@ -77,16 +79,33 @@ def reported_errors(workdir: pathlib.Path | None) -> Iterator[None]:
     yield
   except KeyboardInterrupt:
     print('Stopped. Run the same command again to resume from the last checkpoint.', file=sys.stderr)
-    _leave(130)
+    leave(130)
   except Exception as error:
     where = _write_traceback(workdir, error)
     if DEBUG.value or not isinstance(error, EXPECTED):
       traceback.print_exception(error)
     print(f'Error: {_message(error)}{where}', file=sys.stderr)
-    _leave(1)
+    leave(1)
 
 
-def _leave(status: int) -> None:
+@contextlib.contextmanager
+def stop_on_sigterm() -> Iterator[threading.Event]:
+  """An event that the first SIGTERM sets (a machine is about to be taken away); the second ends the process at once."""
+  stop = threading.Event()
+
+  def ask(signum, frame):
+    del signum, frame
+    stop.set()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+  before = signal.signal(signal.SIGTERM, ask)
+  try:
+    yield stop
+  finally:
+    signal.signal(signal.SIGTERM, before)
+
+
+def leave(status: int) -> None:
   """Ends the process at once: threads that hang in an environment must not hold it."""
   sys.stdout.flush()
   sys.stderr.flush()
@@ -97,7 +116,7 @@ def _message(error: BaseException) -> str:
   """The error and its causes, one after the other, each said once."""
   told = []
   while error is not None:
-    text = str(error) or type(error).__name__
+    text = '\n  '.join([str(error) or type(error).__name__, *getattr(error, '__notes__', ())])
     if not isinstance(error, (ValueError, RuntimeError)):
       text = f'{type(error).__name__}: {text}'
     if not any(text in earlier for earlier in told):
@@ -121,11 +140,12 @@ def keep_previous(workdir: pathlib.Path, settings: Mapping[str, Any]) -> None:
 
   Raises ValueError while another process is running in the workdir.
   """
+  from sao_jax import report
   from sao_jax.config import differences
 
   if not (workdir / 'config.json').exists():
     return
-  earlier = json.loads((workdir / 'config.json').read_text(encoding='utf-8'))
+  earlier = report.read_json(workdir / 'config.json')
   finished = (workdir / 'summary.json').exists()
   if not finished and not differences(earlier, settings):
     return

@@ -32,6 +32,15 @@ TOP_P = flags.DEFINE_float('top_p', 1.0, 'Of the sampled evaluation; 1 for the w
 TOP_K = flags.DEFINE_integer('top_k', 0, 'Of the sampled evaluation; 0 for the whole distribution.')
 
 
+def read_settings_file(path: pathlib.Path) -> dict:
+  """Settings that a run wrote. Raises ValueError where the file is damaged."""
+  try:
+    values = json.loads(path.read_text(encoding='utf-8'))
+    return {**values, **{name: dict(values[name]) for name in ('sampler', 'rl', 'value_pretrain', 'sft', 'evaluation', 'task')}}
+  except (ValueError, KeyError, TypeError) as error:
+    raise ValueError(f'{path} is damaged ({error!r}); restore it, or give the settings with --config.') from None
+
+
 def read_settings() -> dict:
   """The settings to evaluate with. Raises ValueError where there are none, or where they are not readable."""
   if CONFIG.value is not None:
@@ -41,7 +50,7 @@ def read_settings() -> dict:
   elif not (path := pathlib.Path(WORKDIR.value) / 'config.json').is_file():
     raise ValueError(f'{path} does not exist; is {WORKDIR.value} the workdir of a run? Else give --config.')
   else:
-    values = json.loads(path.read_text(encoding='utf-8'))
+    values = read_settings_file(path)
   values['sampler'] |= {'temperature': TEMPERATURE.value, 'top_p': TOP_P.value, 'top_k': TOP_K.value}
   values['rl']['policy_steps'] = values['value_pretrain']['rollouts'] = values['sft']['steps'] = 0  # Nothing is trained here.
   if SEED.value is not None:

@@ -3,7 +3,8 @@ r"""Trains an agent.
   python launch/train.py --config=configs/NAME.py --workdir=DIR [--config.learner.batch_size=32 ...]
 
 Any setting of the config can be changed by its path (`--config.section.name=value`); an unknown one is an error. A workdir that holds an
-unfinished run with the same settings is resumed. Everything that the run writes is in the workdir; README.md tells what.
+unfinished run with the same settings is resumed. Everything that the run writes is in the workdir; README.md tells what. SIGTERM saves a
+checkpoint after the step under way and ends with status 143.
 """
 
 import pathlib
@@ -33,7 +34,12 @@ def main() -> None:
   with command_line.reported_errors(workdir):
     from sao_jax import train
 
-    summary = train.run(config, workdir)
+    with command_line.stop_on_sigterm() as stop:
+      try:
+        summary = train.run(config, workdir, stop=stop)
+      except train.Stopped as stopped:
+        print(f'SIGTERM: {stopped}. Everything is saved; run the same command again to resume.', file=sys.stderr)
+        command_line.leave(143)
   print(command_line.what_came_out(workdir, summary))
 
 

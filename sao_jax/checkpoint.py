@@ -119,6 +119,7 @@ class Checkpointer:
       raise ValueError(f'checkpoint.keep must be at least 1, got {keep}.')
     self._directory, self._keep = pathlib.Path(directory).absolute(), keep
     self._verified: set[int] = set()
+    self._saved = False
     self._checkpointer: ocp.AsyncCheckpointer | None = None
     try:
       self._directory.mkdir(parents=True, exist_ok=True)
@@ -156,11 +157,12 @@ class Checkpointer:
     try:
       with jax.transfer_guard('allow'):  # The copies to the host are what this is for.
         self._checkpointer.save(self._directory / str(step), args=args)
+        self._saved = True
     except Exception as error:
       raise self._write_error(error) from error
 
   def wait(self) -> None:
-    """Returns when nothing is being written, and deletes checkpoints beyond `keep`.
+    """Returns when nothing is being written. Once something was saved here, checkpoints beyond `keep` are deleted; reading deletes none.
 
     Raises:
       CheckpointError: the save under way failed.
@@ -169,7 +171,7 @@ class Checkpointer:
       self._checkpointer.wait_until_finished()
     except Exception as error:
       raise self._write_error(error) from error
-    if jax.process_index() == 0:
+    if self._saved and jax.process_index() == 0:
       for step in self.steps()[:-self._keep]:
         self._delete(step)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from typing import Any
+from typing import Callable
 
 from sao_jax import prng
 from sao_jax.config import ClockConfig
@@ -61,6 +61,9 @@ class VirtualCalls:
       due_s = self._clock.now() + self._clock.duration('environment', call.ticket, call.turn, call.retry)
     heapq.heappush(self._heap, (due_s, call.ticket, run_call(call)))
 
+  def run_aside(self, function: Callable[[], None]) -> None:
+    function()
+
   def ready(self) -> list[CallResult]:
     results = []
     while self._heap and self._heap[0][0] <= self._clock.now():
@@ -85,6 +88,9 @@ class InlineCalls:
     del due_s
     self._results.append(run_call(call))
 
+  def run_aside(self, function: Callable[[], None]) -> None:
+    function()
+
   def ready(self) -> list[CallResult]:
     results, self._results = self._results, []
     return results
@@ -99,8 +105,3 @@ def run_call(call: Call) -> CallResult:
     return CallResult(call.ticket, value=call.function())
   except Exception as error:  # Not swallowed: the engine retries, drops and counts, or raises it.
     return CallResult(call.ticket, error=error)
-
-
-def clock_state(clock: Any) -> dict[str, float]:
-  """What a checkpoint keeps of a clock."""
-  return {'elapsed_s': clock.now()}

@@ -83,8 +83,8 @@ class SamplerConfig:
 class AlgorithmConfig:
   """The update: an advantage estimator times a policy objective (spec: SAO, arXiv:2607.07508)."""
 
-  advantage: str = 'skip_observation_gae'
-  objective: str = 'dis'
+  advantage: str = 'skip_observation_gae'  # A name in `algorithms.ADVANTAGES`.
+  objective: str = 'dis'  # A name in `algorithms.OBJECTIVES`.
   epsilon_low: float = 0.3
   epsilon_high: float = 5.0
   gamma: float = 1.0
@@ -97,6 +97,8 @@ class AlgorithmConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
+  """AdamW with a schedule and gradient clipping by global norm."""
+
   learning_rate: float = 1e-6
   beta1: float = 0.9
   beta2: float = 0.95
@@ -111,13 +113,15 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LearnerConfig:
+  """The update step: batch, value steps, both optimizers, mesh."""
+
   batch_size: int = 64  # Rollouts per policy step.
   micro_batches: int = 1
   lengths: tuple[int, ...] = (128,)  # Buckets of padded length.
   value_steps: int = 2  # K optimizer steps of the value model for one of the policy.
   value_warmup_steps: int = 10  # First RL steps in which only the value model learns.
   value_freeze: str = 'attention_and_embeddings'  # 'attention_and_embeddings' | 'nothing'.
-  logits_chunk: int = 1024  # Positions whose logits exist at once.
+  logits_chunk: int = 0  # Positions whose logits exist at once; 0: as many as fit 64 MB, between 128 and 1024.
   policy: OptimizerConfig = OptimizerConfig()
   value: OptimizerConfig = OptimizerConfig(learning_rate=5e-6)
   devices: tuple[int, ...] = ()
@@ -126,6 +130,8 @@ class LearnerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class QueueConfig:
+  """The bounded queue between rollouts and learner."""
+
   capacity: int = 256  # Finished rollouts held; a full queue pauses new starts.
   max_staleness: int = 2  # Versions between the oldest action token of a rollout and the step that trains it.
   overdue: str = 'wait'  # 'wait' | 'drop' | 'use'.
@@ -165,11 +171,15 @@ class ValuePretrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RlConfig:
-  policy_steps: int = 100  # Policy steps, beyond the value-only warm-up steps; 0: no such stage.
+  """The asynchronous stage."""
+
+  policy_steps: int = 100  # Policy steps, after the value-only warm-up steps; 0: no such stage, and no warm-up steps either.
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
+  """Held-out success, before, during and after training."""
+
   prompts: int = 256  # Held-out prompts; 0: no evaluation before and after.
   every: int = 0  # Policy steps between evaluations during RL; 0: only before and after.
   during_prompts: int = 128
@@ -178,12 +188,16 @@ class EvaluationConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
+  """When checkpoints are taken, and how many stay."""
+
   every: int = 20  # Learner steps between checkpoints.
   keep: int = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class LoggingConfig:
+  """What a run writes and shows."""
+
   every: int = 1  # Learner steps between metric rows.
   tensorboard: bool = True
   sample_rollouts: int = 4  # Readable trajectories written at each evaluation.
@@ -192,6 +206,8 @@ class LoggingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
+  """All settings of a run."""
+
   seed: int = 0
   model: ModelConfig = ModelConfig()
   task: TaskConfig = TaskConfig()
@@ -215,8 +231,6 @@ CHOICES = {
     'model.tokenizer': ('byte', 'pretrained'),
     'sampler.dtype': ('float32', 'bfloat16'),
     'sampler.on_update': ('keep_cache', 'recompute_cache', 'finish_first'),
-    'algorithm.advantage': ('skip_observation_gae', 'reinforce_batch_centred'),
-    'algorithm.objective': ('dis', 'ppo_clip'),
     'algorithm.denominator': ('action_tokens', 'kept_tokens', 'trajectory'),
     'algorithm.truncation': ('bootstrap', 'zero', 'drop'),
     'algorithm.advantage_values': ('after_update', 'before_update'),
@@ -304,8 +318,3 @@ def _plain(value: Any) -> Any:
   if isinstance(value, Mapping):
     return {k: _plain(v) for k, v in value.items()}
   return [_plain(v) for v in value] if isinstance(value, (tuple, list)) else value
-
-
-def longest_rollout(config: Config) -> int:
-  """Longest rollout in tokens that the settings allow."""
-  return min(config.task.max_tokens, config.model.max_length)

@@ -77,7 +77,7 @@ RANGES: dict[str, Interval] = {
     'learner.micro_batches': SIZE,
     'learner.value_steps': ANY_SIZE,
     'learner.value_warmup_steps': ANY_SIZE,
-    'learner.logits_chunk': SIZE,
+    'learner.logits_chunk': ANY_SIZE,
     'queue.max_staleness': ANY_SIZE,
     **{f'clock.{name}': POSITIVE for name in ('chunk_s', 'update_s')},
     **{f'clock.{name}': ANY_SIZE for name in ('environment_s', 'publish_s', 'sigma')},
@@ -237,6 +237,15 @@ def check_learner(config: Config) -> None:
     raise ValueError(
         f'learner.batch_size must be a multiple of learner.micro_batches: got {learner.batch_size} and {learner.micro_batches}; '
         f'use one of {_divisors(learner.batch_size)} micro-batches.')
+  if config.rl.policy_steps and learner.value_warmup_steps and not learner.value_steps:
+    raise ValueError(
+        f'learner.value_warmup_steps={learner.value_warmup_steps} are steps in which only the value model learns, but '
+        'learner.value_steps=0 trains none; set one of them otherwise.')
+  trains = config.rl.policy_steps or config.sft.steps or config.value_pretrain.rollouts
+  if trains and config.model.param_dtype != 'float32':
+    raise ValueError(
+        f'model.param_dtype must be float32 in training, got {config.model.param_dtype}: steps of usual learning rates round to nothing in '
+        "16 bits. For speed and memory set model.compute_dtype and sampler.dtype to 'bfloat16'.")
   pretrain = config.value_pretrain.rollouts
   if 0 < pretrain < learner.batch_size:
     raise ValueError(

@@ -138,7 +138,6 @@ class Programs:
     """A host value on every device of the mesh, by explicit transfer."""
     return jax.device_put(x, self.whole)
 
-
   def warm_up(self, params: Params, pool: kv_cache.Cache) -> kv_cache.Cache:
     """Runs every function at every shape, writing nothing; takes the pool and gives it back."""
     shapes, nowhere = self.shapes, self.shapes.pages * self.shapes.page_size

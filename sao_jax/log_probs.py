@@ -25,6 +25,8 @@ import jax.numpy as jnp
 
 from sao_jax.types import Stat
 
+CHUNK_BYTES = 1 << 26
+
 Shard = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
 # objective(log_prob f32[G, C], *inputs [G, C], mask bool[G, C]) -> dict of Stat with 'loss'
 Objective = Callable[..., dict[str, Stat]]
@@ -47,6 +49,11 @@ class Head:
   chunk: int
   groups: int
   shard: Shard
+
+
+def chunk_for(vocab_size: int) -> int:
+  """Positions whose float32 logits take at most 64 MB, rounded to 128; at least 128, at most 1024."""
+  return min(1024, max(1, CHUNK_BYTES // (4 * vocab_size * 128)) * 128)
 
 
 @jax.tree_util.register_dataclass
@@ -162,6 +169,7 @@ def _chunk_terms(
     weight: jax.Array, objective: Objective, with_gradient: bool,
 ) -> tuple[Any, ...]:
   """(log_prob, entropy, stats, d hidden, d weight of each group) of one chunk; [G, C, ...]."""
+  hidden = jnp.where(mask[..., None], hidden, 0)  # A NaN that no token depends on must reach neither sum.
   logits = head.unembed(hidden, weight) * (1.0 / head.temperature)
   logits = head.shard(logits, ('batch', None, 'vocab'))
   shifted = logits - jnp.max(logits, axis=-1, keepdims=True)

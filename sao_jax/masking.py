@@ -27,12 +27,3 @@ def masked_variance(x: jax.Array, mask: jax.Array) -> jax.Array:
   """Population variance of `x` over `mask`, f32[], in two passes; 0 where the mask is empty."""
   centred = jnp.where(mask, x - masked_mean(x, mask), 0.0)
   return masked_mean(jnp.square(centred), mask)
-
-
-def merge_stats(*trees: dict[str, Stat]) -> dict[str, Stat]:
-  """Adds dictionaries of `Stat` key by key; a key may be missing from some of them."""
-  merged: dict[str, Stat] = {}
-  for tree in trees:
-    for name, stat in tree.items():
-      merged[name] = merged[name] + stat if name in merged else stat
-  return merged

@@ -51,6 +51,17 @@ def merge_steps(steps: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
   return merged
 
 
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+  """Turns a full disk or a missing right into an OSError that names the file and says what to do."""
+  try:
+    yield
+  except OSError as error:
+    raise OSError(
+        error.errno, f'{path} cannot be written: {error.strerror or error}; make room there, or make it writable, and run the same '
+        'command again to resume') from error
+
+
 class StepMetrics:
   """Keeps the values of steps, device arrays included, until they are to be written; nothing is fetched before `collect`."""
 
@@ -157,8 +168,9 @@ def rewind(path: pathlib.Path, resume_step: int | None, resume_rows: int | None 
     return []
   kept = [] if resume_step is None else [row for row in read_rows(path)[:resume_rows] if row['step'] <= resume_step]
   fresh = path.with_suffix('.jsonl.new')
-  fresh.write_text(''.join(json.dumps(row) + '\n' for row in kept), encoding='utf-8')
-  os.replace(fresh, path)
+  with writing(path):
+    fresh.write_text(''.join(json.dumps(row) + '\n' for row in kept), encoding='utf-8')
+    os.replace(fresh, path)
   return kept
 
 
@@ -174,7 +186,7 @@ class Ledger:
     row = {
         'step': step, 'version': version, 'tickets': [r.ticket for r in rollouts], 'prompt_ids': [r.prompt_id for r in rollouts],
         'attempts': [r.attempt for r in rollouts]}
-    with open(self._path, 'a', encoding='utf-8') as file:
+    with writing(self._path), open(self._path, 'a', encoding='utf-8') as file:
       file.write(json.dumps(row) + '\n')
 
 
@@ -219,8 +231,9 @@ class MetricsWriter:
       number = value_of(value)
       if number is not None:
         row[name] = number if math.isfinite(number) else None
-    self._file.write(json.dumps(row, allow_nan=False) + '\n')
-    self._file.flush()
+    with writing(self._path):
+      self._file.write(json.dumps(row, allow_nan=False) + '\n')
+      self._file.flush()
     self.rows += 1
     if self._events is not None:
       for name, number in row.items():

@@ -29,6 +29,7 @@ from sao_jax.types import ParamSnapshot, Params
 from sao_jax.updates import TrainState
 from sao_jax.workers import EnvironmentPool
 
+CLOSE_S = 5.0  # For environments to be closed after an evaluation.
 STAGES = ('sft', 'value_pretrain', 'rl', 'done')
 
 
@@ -65,7 +66,6 @@ class Parts:
   progress_bar: report.ProgressBar
   writer: MetricsWriter | None = None  # This and the ledger are opened when it is known at which step the run goes on.
   ledger: Ledger | None = None
-  evaluation_sampler: Sampler | None = None
 
   def open_files(self, progress: Progress) -> None:
     self.writer = MetricsWriter(
@@ -73,11 +73,12 @@ class Parts:
     self.ledger = Ledger(self.workdir, resume_step=progress.step)
 
   def close(self) -> None:
-    """Ends writers; a checkpoint that is being written is finished first."""
-    self.checkpointer.close()
-    if self.writer is not None:
-      self.writer.close()
-    self.progress_bar.close()
+    """Ends writers; a checkpoint that is being written is finished first. Everything is closed, whatever fails."""
+    with contextlib.ExitStack() as stack:
+      stack.callback(self.progress_bar.close)
+      if self.writer is not None:
+        stack.callback(self.writer.close)
+      stack.callback(self.checkpointer.close)
 
   @property
   def max_length(self) -> int:
@@ -105,12 +106,11 @@ class Parts:
   ) -> evaluation.ListFlow:
     """Rolls out a fixed list of prompts with `params` (in the learner's layout), apart from any training that goes on."""
     snapshot = ParamSnapshot(version, self.convert(params))
-    if self.evaluation_sampler is None:
-      self.evaluation_sampler = self.make_sampler(snapshot, seed=seed)
-    self.evaluation_sampler.reset(snapshot, seed=seed, temperature=0.0 if greedy else self.config.sampler.temperature)
+    sampler = self.make_sampler(snapshot, seed=seed)  # Its cache lives only as long as this.
+    sampler.reset(snapshot, seed=seed, temperature=0.0 if greedy else self.config.sampler.temperature)
     with self.environment_calls() as calls:
       return evaluation.run_list(
-          lambda flow: self.make_engine(self.evaluation_sampler, calls, flow, time.monotonic), prompts,
+          lambda flow: self.make_engine(sampler, calls, flow, time.monotonic), prompts,
           on_progress=lambda done: self.progress_bar.note(f'{label}: {done}/{len(prompts)}'))
 
   @contextlib.contextmanager
@@ -123,7 +123,7 @@ class Parts:
     try:
       yield pool
     finally:
-      pool.close()
+      pool.close(CLOSE_S)
 
   def evaluate(self, params: Params, *, version: int, prompts: int, label: str) -> dict[str, evaluation.Evaluation]:
     """Held-out success at temperature 1 ('temperature_1': the sampling temperature of training) and greedy ('greedy')."""

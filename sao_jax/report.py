@@ -19,7 +19,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence, TextIO
 import numpy as np
 from tqdm import tqdm
 
-from sao_jax.metrics import read_rows
+from sao_jax.metrics import read_rows, writing
 from sao_jax.types import Rollout, Stat
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'chex', 'numpy', 'ml_collections')
@@ -32,6 +32,7 @@ Decode = Callable[[list[int]], str]
 # Numbers shown beside the bar, in this order: metric -> short name.
 SHOWN = {
     'sft/loss': 'loss', 'value/loss': 'value loss', 'reward/success': 'success', 'reward/mean': 'reward', 'dis/kept_fraction': 'kept',
+    'ppo_clip/kept_fraction': 'kept',
     'queue/staleness_mean': 'staleness',
 }
 
@@ -151,13 +152,22 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
   """Writes `data` to `path`, whole or not at all; folders are made. Raises OSError, naming the path, where it cannot be written."""
   path = pathlib.Path(path)
-  path.parent.mkdir(parents=True, exist_ok=True)
   temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
+  with writing(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+      temporary.write_bytes(data)
+      os.replace(temporary, path)
+    finally:
+      temporary.unlink(missing_ok=True)
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+  """What `write_json` wrote. Raises ValueError, naming the file, where it is no JSON; OSError where it cannot be read."""
   try:
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
-  finally:
-    temporary.unlink(missing_ok=True)
+    return json.loads(pathlib.Path(path).read_text(encoding='utf-8'))
+  except ValueError as error:
+    raise ValueError(f'{path} is damaged ({error}); restore it, or use another folder.') from error
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
@@ -196,9 +206,10 @@ def package_versions() -> dict[str, str]:
 def append_line(path: str | os.PathLike[str], value: Any) -> None:
   """Adds `value` as one line of strict JSON to the end of `path`; folders are made."""
   path = pathlib.Path(path)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  with open(path, 'ab') as file:
-    file.write(json_line(value))
+  with writing(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, 'ab') as file:
+      file.write(json_line(value))
 
 
 def json_line(value: Any) -> bytes:
@@ -216,7 +227,9 @@ PANELS = (
         ('evaluation/success_greedy', 'held out, greedy', {'color': 'tab:green', 'marker': 's'}))),
     ('Explained variance of the value model', (('value/explained_variance', None, {'color': 'tab:purple'}),)),
     ('Share of action tokens outside the band', (
-        ('dis/above', 'above', {'color': 'tab:red'}), ('dis/below', 'below', {'color': 'tab:orange'}))),
+        ('dis/above', 'above', {'color': 'tab:red'}), ('dis/below', 'below', {'color': 'tab:orange'}),
+        ('ppo_clip/above', 'above, clipped', {'color': 'tab:red', 'linestyle': '--'}),
+        ('ppo_clip/below', 'below, clipped', {'color': 'tab:orange', 'linestyle': '--'}))),
     ('Staleness in versions', (
         ('queue/staleness_max', 'max', {'color': '0.6'}), ('queue/staleness_mean', 'mean', {'color': 'tab:blue'}))),
 )

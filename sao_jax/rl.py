@@ -23,19 +23,20 @@ from typing import Any, Callable
 import jax
 
 from sao_jax import report
-from sao_jax.batching import make_batch
+from sao_jax.batching import make_batch, padding_fraction
 from sao_jax.clock import VirtualCalls, VirtualClock, WallClock
 from sao_jax.data import PromptStream
 from sao_jax.environments.base import Task
 from sao_jax.metrics import Timers, rollout_metrics
 from sao_jax.param_store import ParamStore
 from sao_jax.rollout_queue import RolloutQueue
-from sao_jax.rollouts import Admission, RolloutEngine
+from sao_jax.rollouts import Admission, FailureShare, RolloutEngine
 from sao_jax.run import Run
 from sao_jax.types import Rollout, Stat
 from sao_jax.workers import DeviceTurns, EnvironmentPool, WorkerGroup
 
 SHUTDOWN_S = 10.0  # For threads to leave at the end.
+GUARD = 'disallow'  # Nothing goes to or from a device but by device_put and device_get.
 IDLE_S = 0.02  # Longest sleep of the rollouts thread while every session waits for its environment.
 
 
@@ -69,6 +70,7 @@ class Update:
   rollouts: list[Rollout]
   metrics: dict[str, Any]
   trains_policy: bool
+  padding: float  # Share of the batch's positions without a token.
 
 
 class ReinforcementLearning:
@@ -97,6 +99,8 @@ class ReinforcementLearning:
     self._timers = Timers(self.clock.now)
     self._sampled = self._counters()
     self._errored = 0
+    self._quarantined = FailureShare(c.task.max_failure_share)
+    self._published_s: float | None = None  # Duration of this step's publish.
     self._commands: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
     self._timers.add('sampler_wait', 0.0)  # So that the share is there from the first row on.
     if saved:
@@ -107,16 +111,19 @@ class ReinforcementLearning:
 
   def run(self) -> None:
     """Trains to the last step. On any error threads are stopped first; the first cause goes up."""
-    if self.run_state.progress.stage_step < self.total:
-      self.sampler.warm_up()
-      self.parts.learner.warm_up('rl')
-      self._sampled = self._counters()
-      if self.virtual:
-        self._run_virtual()
-      else:
-        self._run_wall()
-    self.run_state.flush_metrics()
-    self.run_state.progress.rl = self.state()
+    try:
+      if self.run_state.progress.stage_step < self.total:
+        self.sampler.warm_up()
+        self.parts.learner.warm_up('rl')
+        self._sampled = self._counters()
+        with jax.transfer_guard(GUARD):
+          self._run_virtual() if self.virtual else self._run_wall()
+      self.run_state.flush_metrics()
+      self._keep_state()
+    finally:
+      self.engine.close()
+      if not self.virtual and not self.calls.close(SHUTDOWN_S / 2):
+        self.parts.progress_bar.line('some calls of the environment hang; they end with the process')
 
   # --- One learner step --------------------------------------------------------------------------------------------------------
 
@@ -131,7 +138,7 @@ class ReinforcementLearning:
           self.run_state.state, batch, version=progress.version, train_policy=trains_policy)
       if self.turns.enabled:
         jax.block_until_ready(self.run_state.state)  # The turn lasts as long as the work.
-    return Update(rollouts, metrics, trains_policy)
+    return Update(rollouts, metrics, trains_policy, padding_fraction(batch))
 
   def finish_update(self, update: Update) -> None:
     """Publishes, settles the tickets, logs, and saves or evaluates when it is time."""
@@ -142,18 +149,23 @@ class ReinforcementLearning:
       with self.turns.turn():
         self.store.publish(self.parts.learner.policy_params(self.run_state.state))
       progress.version = self.store.version
+    self._published_s = self.store.publish_s if update.trains_policy else None
+    for _ in update.rollouts:
+      self._quarantined.add('')
     self.queue.trained([r.ticket for r in update.rollouts], version_advanced=update.trains_policy)
     self.parts.ledger.write(progress.step + 1, version, update.rollouts)
     self._report_quarantine()
-    numbers = {**rollout_metrics(update.rollouts, errored=self._errors_since()), **self._host_metrics()}
+    numbers = {
+        **rollout_metrics(update.rollouts, errored=self._errors_since()), **self._host_metrics(),
+        'batch/padding_fraction': Stat(update.padding, 1.0)}
     self.run_state.step_done(update.metrics, numbers, total=self.total)
     c = self.config
     if c.evaluation.every and update.trains_policy and progress.version % c.evaluation.every == 0 and progress.stage_step < self.total:
       with self.turns.turn():
         self.run_state.evaluate(f'step {progress.version}', c.evaluation.during_prompts)
     if self.run_state.save_due and progress.stage_step < self.total:
-      self._standing_still(self._keep_state)
-      self.run_state.save()
+      self._save()
+      self.run_state.stop_if_asked()
 
   def _errors_since(self) -> int:
     """Rollouts that failures of their environment cost since the last call."""
@@ -173,11 +185,13 @@ class ReinforcementLearning:
         'sampler/slot_occupancy': Stat(delta['tokens_drawn'], delta['slot_steps_total']),
         'sampler/tokens_recomputed': Stat(delta['tokens_recomputed'], 1.0), 'sampler/evictions': Stat(delta['evictions'], 1.0),
         'sampler/params_stall_s': Stat(delta['params_stall_s'], delta['updates']),
-        **self._timers.metrics(), 'time/publish_s': Stat(self.store.publish_s, 1.0), 'time/run_s': self.clock.now()}
+        'environment/close_failures': float(self.engine.close_failures), **self._timers.metrics(),
+        'time/publish_s': Stat(self._published_s or 0.0, float(self._published_s is not None)), 'time/run_s': self.clock.now()}
 
   def _report_quarantine(self) -> None:
-    """Keeps what failed the queue's check, with the reason, in the workdir."""
+    """Keeps what failed the queue's check, with the reason, in the workdir. Raises RuntimeError where too many did."""
     for rollout, reason in self.queue.drain_quarantine():
+      self._quarantined.add(f'quarantined, {reason}')
       self.parts.progress_bar.line(f'quarantined rollout of prompt {rollout.prompt_id}: {reason}')
       report.append_line(self.parts.workdir / 'rollouts' / 'quarantine.jsonl', {'reason': reason, **report.plain(rollout)})
 
@@ -191,6 +205,10 @@ class ReinforcementLearning:
 
   def _keep_state(self) -> None:
     self.run_state.progress.rl = self.state()
+
+  def _save(self) -> None:
+    self._standing_still(self._keep_state)
+    self.run_state.save()
 
   def _standing_still(self, function: Callable[[], Any]) -> None:
     """Runs `function` while no rollout moves: in the rollouts thread between two chunks, or here if there is no such thread."""
@@ -219,7 +237,6 @@ class ReinforcementLearning:
     finally:
       alive = group.close(SHUTDOWN_S)
       self.queue.close()
-      self.calls.close()
       self._group = None
       if alive:
         self.parts.progress_bar.line(f'still alive after {SHUTDOWN_S:.0f} s: {", ".join(alive)}')
@@ -231,22 +248,32 @@ class ReinforcementLearning:
       rollouts = self.queue.take(self.run_state.progress.version, timeout_s=0.5)
       if rollouts is not None:
         return rollouts
+      self._report_quarantine()
+      if self.run_state.stop.is_set():
+        self._save()
+        self.run_state.stop_if_asked()
       self.parts.progress_bar.waiting(time.monotonic() - start, f'{self.engine.in_flight} rollouts in flight')
 
   def _rollouts_loop(self, stop: threading.Event) -> None:
-    while not stop.is_set():
-      while not self._commands.empty():
-        function, done = self._commands.get()
-        done.put(function())
-      taken = self._take_up()
-      moved = self.engine.before_chunk()
-      if taken or self.sampler.busy:
-        with self.turns.turn():
-          completions = self.sampler.step()
-        self.engine.after_chunk(completions)
-      elif not moved:
-        with self._timers.measure('sampler_wait'):
-          self.calls.wait(IDLE_S)
+    with jax.transfer_guard(GUARD):  # It holds for one thread.
+      while not stop.is_set():
+        self._rollouts_iteration()
+
+  def _rollouts_iteration(self) -> None:
+    while not self._commands.empty():
+      function, done = self._commands.get()
+      done.put(function())
+    taken = self._take_up()
+    moved = self.engine.before_chunk()
+    if taken or self.sampler.busy:
+      with self.turns.turn():
+        completions = self.sampler.step()
+        if self.turns.enabled:
+          self.sampler.block_until_ready()  # A step that only prefills leaves work under way.
+      self.engine.after_chunk(completions)
+    elif not moved:
+      with self._timers.measure('sampler_wait'):
+        self.calls.wait(IDLE_S)
 
   def _take_up(self) -> bool:
     """Gives the sampler the newest snapshot; False if it has it."""

@@ -22,7 +22,8 @@ The queue keeps that condition true at all times:
       'drop'  the step goes on. What is past its deadline is dropped, and its prompt handed back through `returned_prompts`, once.
       'use'   the step goes on and trains what is past its deadline later; the bound is a metric only.
 
-Every ticket ends exactly once, and `accounting` adds up after every operation. All methods may be called from any thread.
+Every ticket ends exactly once, and `accounting` adds up after every operation. A run of which nothing can be trained on (all rollouts
+truncated under truncation 'drop', all quarantined, all overdue) ends with an error that says so. All methods may be called from any thread.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from sao_jax.types import Rollout, Stat
 
 OVERDUE = ('wait', 'drop', 'use')
 TRUNCATION = ('bootstrap', 'zero', 'drop')
+FRUITLESS = 256  # Rollouts that may end one after the other without one to train on; at least four batches of them.
 QUARANTINE_KEPT = 64  # Quarantined rollouts held until somebody drains them; the count goes on beyond.
 
 
@@ -85,6 +87,7 @@ class RolloutQueue:
     self._quarantine: list[tuple[Rollout, str]] = []
     self._returned: list[tuple[int, int]] = []  # Waiting for `returned_prompts`.
     self._returned_once: set[int] = set()
+    self._fruitless: dict[str, int] = {}  # Drops by reason since the last rollout that could be trained on.
     self._wait_began_s: float | None = None
     self._waited_s, self._measured_from_s = 0.0, clock()
     self._staleness: list[int] = []  # Of what was taken since the last `metrics`.
@@ -142,6 +145,7 @@ class RolloutQueue:
 
     Raises:
       ValueError: the ticket was never granted, or has ended (or was put) already.
+      RuntimeError: this and all of the last `FRUITLESS` rollouts ended without one to train on.
     """
     with self._condition:
       self._require_running(rollout.ticket)
@@ -342,6 +346,7 @@ class RolloutQueue:
     return self._version + bool(self._taken)
 
   def _enqueue(self, rollout: Rollout) -> None:
+    self._fruitless = {}
     self._queued[rollout.ticket] = rollout
     self._oldest[rollout.ticket] = rollout.oldest_version
 
@@ -397,6 +402,12 @@ class RolloutQueue:
 
   def _count_drop(self, reason: str) -> None:
     self._dropped[reason] = self._dropped.get(reason, 0) + 1
+    self._fruitless[reason] = self._fruitless.get(reason, 0) + 1
+    count = sum(self._fruitless.values())
+    if count >= max(FRUITLESS, 4 * self._batch_size):
+      raise RuntimeError(
+          f'The last {count} rollouts gave nothing to train on: dropped as {self._fruitless}. Mend the environment, or change what drops '
+          'them (algorithm.truncation, task.max_tokens, task.time_limit_s, queue.overdue).')
 
   def _require_running(self, ticket: int) -> None:
     if ticket not in self._running:

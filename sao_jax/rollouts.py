@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import threading
 from typing import Any, Callable, Mapping, Protocol
 
 import numpy as np
@@ -81,13 +82,59 @@ class CallResult:
 class Calls(Protocol):
   """Runs environment calls; at most one per ticket at a time."""
 
-  def submit(self, call: Call, *, due_s: float | None = None) -> None: ...
+  def submit(self, call: Call, *, due_s: float | None = None) -> None:
+    """Starts a call. `due_s`: time on the run's clock at which a simulated one ends (of a resumed run); None for a time drawn anew."""
+    ...
+
+  def run_aside(self, function: Callable[[], None]) -> None:
+    """Runs `function` sometime, its result and its time of no interest; it must catch its own errors."""
+    ...
 
   def ready(self) -> list[CallResult]: ...
 
   def due(self) -> dict[int, float]:
     """Times at which simulated calls end, by ticket; empty for real ones."""
     ...
+
+
+class EnvironmentHolder:
+  """The environment of one session: made in the first call that needs it, closed once, by whichever thread comes to it."""
+
+  def __init__(self, make: Callable[[], Environment]):
+    self._make, self._lock = make, threading.Lock()
+    self._environment: Environment | None = None
+    self._closed = False
+
+  def reset(self, task: Task) -> Observation:
+    return self._get()[0].reset(task)
+
+  def step(self, task: Task, actions: list[str]) -> StepResult:
+    """Steps with the last action; an environment that is not there yet is made and replayed up to it."""
+    environment, fresh = self._get()
+    if fresh:
+      environment.reset(task)
+      for action in actions[:-1]:
+        environment.step(action)
+    return environment.step(actions[-1])
+
+  def _get(self) -> tuple[Environment, bool]:
+    """The environment, and whether it was made just now."""
+    if self._environment is not None:
+      return self._environment, False
+    environment = self._make()  # Outside the lock: making may hang, and `close` must not wait for it.
+    with self._lock:
+      if not self._closed:
+        self._environment = environment
+        return environment, True
+    environment.close()
+    raise EnvironmentFailure('closed while it was made')
+
+  def close(self) -> None:
+    """Closes what was made; does nothing the second time."""
+    with self._lock:
+      environment, closed, self._closed = self._environment, self._closed, True
+    if environment is not None and not closed:
+      environment.close()
 
 
 @dataclasses.dataclass
@@ -100,7 +147,7 @@ class Session:
   task: Task
   started_s: float
   phase: str = 'reset'  # 'reset' | 'sampling' | 'step'; 'idle' between two of them.
-  environment: Environment | None = None  # None: made, and brought up to date by replay, in the next call.
+  environment: EnvironmentHolder | None = None  # None: made, and brought up to date by replay, in the next call.
   tokens: list[int] = dataclasses.field(default_factory=list)
   action_mask: list[bool] = dataclasses.field(default_factory=list)
   log_prob: list[float] = dataclasses.field(default_factory=list)
@@ -176,8 +223,11 @@ class RolloutEngine:
     self._sessions: dict[int, Session] = {}
     self._outbox: collections.deque[Rollout] = collections.deque()
     self._failures = FailureShare(task.max_failure_share)
+    self._orphans: dict[int, EnvironmentHolder] = {}  # Of dropped sessions, by ticket, while a call still uses them.
+    self._close_errors: collections.deque[Exception] = collections.deque()
     probe = make_environment()
     self._name, self._replayable, self._stop_strings = probe.name, probe.replayable, tuple(probe.stop_strings)
+    self._metric_names = tuple(probe.metric_names)
     probe.close()
 
   @property
@@ -185,8 +235,9 @@ class RolloutEngine:
     return len(self._sessions) + len(self._outbox)
 
   @property
-  def waiting_for_environment(self) -> int:
-    return sum(1 for s in self._sessions.values() if s.phase != 'sampling')
+  def close_failures(self) -> int:
+    """Environments whose `close` raised."""
+    return len(self._close_errors)
 
   # --- One iteration -----------------------------------------------------------------------------------------------------------
 
@@ -232,12 +283,14 @@ class RolloutEngine:
     for session in [self._sessions[ticket] for ticket in self.flow.overdue(self.sampler.version) if ticket in self._sessions]:
       self._drop(session, 'overdue', prompt=(session.prompt_id, session.attempt))
     now = self._now()
-    for session in [s for s in self._sessions.values() if s.phase == 'sampling' and now - s.started_s > self._task.time_limit_s]:
+    late = [s for s in self._sessions.values() if s.phase == 'sampling' and now - s.started_s > self._task.time_limit_s]
+    for session in sorted(late, key=lambda s: s.ticket):  # The order of `_sessions` is another one after a resume.
       self._take_partial(session)
       if any(session.action_mask):
         self._finish(session, 'truncated', 'time_limit')
       else:
         self._drop(session, 'time_limit')
+        self._failures.add(f'time_limit: prompt {session.prompt_id} drew no token within task.time_limit_s={self._task.time_limit_s}')
 
   def _take_partial(self, session: Session) -> None:
     tokens, log_probs, versions = self.sampler.partials()[session.ticket]
@@ -249,31 +302,45 @@ class RolloutEngine:
 
   def _call(self, session: Session, due_s: float | None = None) -> None:
     """Submits the call of the session's phase; it makes and replays the environment first where there is none."""
-    make, task, environment, actions = self._make_environment, session.task, session.environment, list(session.actions)
-    function = (lambda: _reset(make, environment, task)) if session.phase == 'reset' else (lambda: _step(make, environment, task, actions))
+    if session.environment is None:
+      session.environment = EnvironmentHolder(self._make_environment)
+    holder, task, actions = session.environment, session.task, list(session.actions)
+    function = (lambda: holder.reset(task)) if session.phase == 'reset' else (lambda: holder.step(task, actions))
     self.calls.submit(Call(session.ticket, session.turn, session.retry, function), due_s=due_s)
 
   def _deliver(self) -> bool:
     results = self.calls.ready()
     for result in results:
       session = self._sessions.get(result.ticket)
-      if session is None:
-        continue  # Dropped while its call was running.
+      if session is None:  # Dropped while its call was running.
+        self._discard(self._orphans.pop(result.ticket, None))
+        continue
       if result.error is not None:
         self._failed(session, result.error)
         continue
       phase, session.phase = session.phase, 'idle'
-      session.environment, value = result.value
       if phase == 'reset':
-        self._begin(session, value)
+        self._begin(session, result.value)
       else:
-        self._stepped(session, value)
+        self._stepped(session, result.value)
     return bool(results)
+
+  def _discard(self, holder: EnvironmentHolder | None) -> None:
+    """Closes an environment away from this thread, since closing may hang."""
+    def close():
+      try:
+        holder.close()
+      except Exception as error:  # Counted: nothing depends on this environment any more.
+        self._close_errors.append(error)
+
+    if holder is not None:
+      self.calls.run_aside(close)
 
   def _failed(self, session: Session, error: BaseException) -> None:
     """Retries a failure of the environment itself, then drops the rollout under that name; any other error goes up."""
     if not isinstance(error, (EnvironmentFailure, TimeoutError)):
       raise error
+    self._discard(session.environment)  # Also while a call that was given up hangs in it.
     session.environment = None
     if session.retry < self._task.retries:
       session.retry += 1
@@ -296,7 +363,7 @@ class RolloutEngine:
           f'prompt_length: prompt {session.prompt_id} has {len(prompt)} tokens; 1 to {self._limit - 1} fit '
           f'(task.max_tokens={self._task.max_tokens}, model.max_length={self._max_length})')
       return
-    session.metrics = {name: 0.0 for name in session.environment.metric_names}  # Of a rollout that is cut before its first step.
+    session.metrics = {name: 0.0 for name in self._metric_names}  # Of a rollout that is cut before its first step.
     session.append(prompt, action=False)
     self._sample(session)
 
@@ -368,8 +435,17 @@ class RolloutEngine:
       self.sampler.cancel(session.ticket)
     self.sampler.release(session.ticket)
     del self._sessions[session.ticket]
-    if session.environment is not None and session.phase not in ('reset', 'step'):  # Else a running call still uses it.
-      session.environment.close()
+    if session.environment is not None and session.phase in ('reset', 'step'):  # A running call still uses it.
+      self._orphans[session.ticket] = session.environment
+    else:
+      self._discard(session.environment)
+
+  def close(self) -> None:
+    """Gives up the environments of everything in flight; nothing can go on after it."""
+    for holder in [*self._orphans.values(), *(s.environment for s in self._sessions.values())]:
+      self._discard(holder)
+    self._orphans.clear()
+    self._sessions.clear()
 
   def _flush(self) -> None:
     while self._outbox and self.flow.finish(self._outbox[0], self.sampler.version):
@@ -378,13 +454,14 @@ class RolloutEngine:
   # --- Saving ------------------------------------------------------------------------------------------------------------------
 
   def state(self) -> dict[str, Any]:
-    """Every session with its tokens so far, those of an unfinished turn included; call between chunks. No finished rollout is
-    in here: those that the queue has no room for are saved as sessions would be, in `outbox`."""
+    """Every session with its tokens so far, those of an unfinished turn included; call between chunks. Finished rollouts that the queue
+    has no room for are in `outbox`. Shares nothing with the engine that changes later: it is written to disk while the engine goes on."""
     partials, due = self.sampler.partials(), self.calls.due()
     order = {ticket: i for i, ticket in enumerate(self.sampler.order())}
     saved = []
     for session in sorted(self._sessions.values(), key=lambda s: order.get(s.ticket, -1)):
       entry = {name: getattr(session, name) for name in _SAVED}
+      entry.update(actions=list(session.actions), metrics=dict(session.metrics))
       entry.update({name: np.asarray(getattr(session, name), dtype) for name, dtype in _ARRAYS.items()})
       if session.ticket in partials:
         entry['partial'] = list(partials[session.ticket])
@@ -425,20 +502,3 @@ def next_ids(conversation: Conversation, observation: Observation, *, ended_with
     message = observation.messages[0]
     return list(conversation.then_observation(message['content'], ended_with_stop_token=ended_with_stop_token, role=message['role']))
   return list(conversation.then_observation(observation.text, ended_with_stop_token=ended_with_stop_token))
-
-
-def _reset(make: Callable[[], Environment], environment: Environment | None, task: Task) -> tuple[Environment, Observation]:
-  environment = environment or make()
-  return environment, environment.reset(task)
-
-
-def _step(
-    make: Callable[[], Environment], environment: Environment | None, task: Task, actions: list[str]
-) -> tuple[Environment, StepResult]:
-  """Steps with the last action; an environment that is not there yet is made and replayed up to it."""
-  if environment is None:
-    environment = make()
-    environment.reset(task)
-    for action in actions[:-1]:
-      environment.step(action)
-  return environment, environment.step(actions[-1])

@@ -7,6 +7,7 @@ it catches up, so that parameters of a step with a non-finite loss are never sav
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from typing import Any, Mapping
 
@@ -16,14 +17,24 @@ from sao_jax.parts import Parts, Progress
 from sao_jax.updates import Metrics, TrainState
 
 
-class Run:
-  """The state of a run and its bookkeeping."""
+class Stopped(Exception):
+  """The run was asked to stop, and has saved where it stands."""
 
-  def __init__(self, parts: Parts, state: TrainState, progress: Progress):
+
+class Run:
+  """The state of a run and its bookkeeping.
+
+  Attributes:
+    stop: set from anywhere to end the run after the step under way, with a checkpoint.
+  """
+
+  def __init__(self, parts: Parts, state: TrainState, progress: Progress, stop: threading.Event | None = None):
     self.parts, self.state, self.progress = parts, state, progress
+    self.stop = stop or threading.Event()
     self.config = parts.config
     self._pending: tuple[int, str, Metrics, dict[str, Any]] | None = None  # The last step, its numbers still on the device.
     self._collected = StepMetrics()
+    self._collected_to = 0, ''  # Step and stage of the newest numbers in there.
     self._stage_started = time.monotonic()
 
   # --- Metrics -----------------------------------------------------------------------------------------------------------------
@@ -43,8 +54,19 @@ class Run:
     step, stage, device, host = self._pending
     self._pending = None
     self._collected.add({**self.parts.learner.fetch(device, step), **host})
+    self._collected_to = step, stage
     if step % self.config.logging.every == 0:
-      row = self._collected.collect()
+      self._write_row()
+
+  def close_metrics(self) -> None:
+    """Logs everything so far, also where `logging.every` steps are not full: at the end of a stage, and before a checkpoint."""
+    self.flush_metrics()
+    self._write_row()
+
+  def _write_row(self) -> None:
+    row = self._collected.collect()
+    if row:
+      step, stage = self._collected_to
       self.parts.writer.write(step, row)
       self.parts.progress_bar.show(stage, row)
 
@@ -77,11 +99,23 @@ class Run:
 
   @property
   def save_due(self) -> bool:
-    return self.progress.step % self.config.checkpoint.every == 0
+    return self.stop.is_set() or self.progress.step % self.config.checkpoint.every == 0
+
+  def save_if_due(self) -> None:
+    """What follows a step. Raises Stopped where the run was asked to stop."""
+    if self.save_due:
+      self.save()
+      self.stop_if_asked()
+
+  def stop_if_asked(self) -> None:
+    """Raises Stopped, when the save before it is on disk, where the run was asked to stop."""
+    if self.stop.is_set():
+      self.parts.checkpointer.wait()
+      raise Stopped(f'stopped after step {self.progress.step}, in stage {self.progress.stage}')
 
   def save(self) -> None:
     """Saves everything under the next number; returns when the arrays are copied, the files are written behind."""
-    self.flush_metrics()
+    self.close_metrics()
     self.progress.saves += 1
     self.progress.metric_rows = self.parts.writer.rows
     self.progress.seconds[self.progress.stage] = self.progress.seconds.get(self.progress.stage, 0.0) + self._lap()
@@ -90,7 +124,7 @@ class Run:
 
   def enter(self, stage: str) -> None:
     """Ends the current stage and begins `stage` with fresh optimizer states."""
-    self.flush_metrics()
+    self.close_metrics()
     self.progress.seconds[self.progress.stage] = self.progress.seconds.get(self.progress.stage, 0.0) + self._lap()
     self.progress.stage, self.progress.stage_step = stage, 0
     if stage != 'done':

@@ -155,6 +155,10 @@ class Sampler:
     """Version of the parameters that the next draw uses, as far as it is known before `step`."""
     return self._pending.version if self._pending is not None and not self._holds_back() else self._version
 
+  def block_until_ready(self) -> None:
+    """Returns when no work of this sampler is under way on its devices."""
+    jax.block_until_ready((self._pool, self._work))
+
   def drawn(self) -> set[int]:
     """Sessions whose unfinished request has drawn tokens."""
     return {s.number for s in self._schedule.unfinished() if s.drawn}

@@ -36,9 +36,7 @@ def sft(run: Run) -> None:
         batch, lengths=run.config.learner.lengths, batch_size=settings.batch_size, pad_id=run.parts.tokenizer.pad_id)
     run.state, metrics = run.parts.learner.sft_update(run.state, padded)
     run.step_done(metrics, total=settings.steps)
-    if run.save_due:
-      run.save()
-  run.flush_metrics()
+    run.save_if_due()
 
 
 def value_pretrain(run: Run) -> None:
@@ -54,9 +52,7 @@ def value_pretrain(run: Run) -> None:
     padded = make_batch(batch, lengths=run.config.learner.lengths, batch_size=size, pad_id=run.parts.tokenizer.pad_id)
     run.state, metrics = run.parts.learner.value_update(run.state, padded)
     run.step_done(metrics, total=steps)
-    if run.save_due:
-      run.save()
-  run.flush_metrics()
+    run.save_if_due()
 
 
 def pick(rollouts: Sequence[Rollout], size: int, seed: int, name: str, step: int) -> list[Rollout]:
@@ -151,6 +147,8 @@ def recorded_rollouts(run: Run, count: int) -> list[Rollout]:
   prompts = [(prompt_id, task) for prompt_id, _, task in (stream.next() for _ in range(count))]
   policy = run.parts.learner.policy_params(run.state)
   flow = run.parts.run_prompts(policy, prompts, label='recording rollouts', seed=seed)
+  if not flow.rollouts:
+    raise RuntimeError(f'All {count} rollouts for value pretraining were lost: {dict(flow.dropped)}. Mend the environment and run again.')
   if flow.dropped:
     run.parts.progress_bar.line(f'value pretraining: {dict(flow.dropped)} of {count} rollouts were lost')
   run.parts.writer.write(run.progress.step, {f'value_pretrain/{k}': v for k, v in rollout_metrics(flow.rollouts).items()})

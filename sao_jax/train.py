@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import pathlib
+import threading
 from typing import Any, Iterator
 
 import jax
@@ -21,17 +21,19 @@ from sao_jax.config import Config, differences, to_dict
 from sao_jax.metrics import read_rows
 from sao_jax.parts import STAGES, Parts, Progress, build, initial_state, num_parameters
 from sao_jax.rl import ReinforcementLearning
-from sao_jax.run import Run
+from sao_jax.run import Run, Stopped  # `Stopped` is re-exported: it is what `run` raises.
 
 
-def run(config: Config, workdir: str | os.PathLike[str]) -> dict[str, Any]:
+def run(config: Config, workdir: str | os.PathLike[str], *, stop: threading.Event | None = None) -> dict[str, Any]:
   """Trains to the end and returns the summary, which is also in `workdir/summary.json`.
 
   Args:
     config: checked settings, from `config.from_dict`.
     workdir: folder of this run; one that holds an unfinished run with the same settings is resumed.
+    stop: once set, the run saves after the step under way and ends with `run.Stopped`.
 
   Raises:
+    Stopped: `stop` was set; everything is saved.
     ValueError: settings that do not fit the machine, the environment, or an earlier start in this workdir.
     OSError: a workdir that cannot be written.
     FloatingPointError: a non-finite loss or gradient; the checkpoints before it stay.
@@ -41,18 +43,31 @@ def run(config: Config, workdir: str | os.PathLike[str]) -> dict[str, Any]:
   workdir = pathlib.Path(workdir)
   with locked(workdir):
     write_settings(config, workdir)
-    this = start(config, workdir)
-    try:
+    with closed_at_end(build(config, workdir)) as parts:
+      this = start(parts, stop)
       while this.progress.stage != 'done':
         run_stage(this)
-      return finish(this)
-    finally:
-      this.parts.close()
+      summary = finish(this)
+    (workdir / 'error.txt').unlink(missing_ok=True)  # Of an earlier start that failed.
+    return summary
 
 
-def start(config: Config, workdir: pathlib.Path) -> Run:
-  """Parts, and the state of the newest checkpoint or a fresh one."""
-  parts = build(config, workdir)
+@contextlib.contextmanager
+def closed_at_end(parts: Parts) -> Iterator[Parts]:
+  """Closes the parts. An error while closing does not hide the one that ended the run; it is told with it."""
+  try:
+    yield parts
+  except BaseException as error:
+    try:
+      parts.close()
+    except Exception as second:
+      error.add_note(f'And while the run was closed: {second}')
+    raise
+  parts.close()
+
+
+def start(parts: Parts, stop: threading.Event | None = None) -> Run:
+  """The state of the newest checkpoint, or a fresh one."""
   latest = parts.checkpointer.latest_step()
   if latest is None:
     progress = Progress()
@@ -64,7 +79,7 @@ def start(config: Config, workdir: pathlib.Path) -> Run:
   parts.progress_bar.line(
       f'{num_parameters(parts.learner.policy_params(state)):,} parameters, {jax.device_count()} {jax.default_backend()} device(s), '
       f'{"resumed at" if latest is not None else "starting with"} stage {progress.stage}, step {progress.step}')
-  return Run(parts, state, progress)
+  return Run(parts, state, progress, stop)
 
 
 def run_stage(this: Run) -> None:
@@ -76,7 +91,7 @@ def run_stage(this: Run) -> None:
     if 'before' not in this.progress.evaluation and evaluation.prompts:
       this.progress.evaluation['before'] = this.evaluate('before', evaluation.prompts)
     stages.value_pretrain(this)
-  else:
+  elif this.config.rl.policy_steps:
     ReinforcementLearning(this).run()
     if evaluation.prompts:
       this.progress.evaluation['after'] = this.evaluate('after', evaluation.prompts)
@@ -128,10 +143,10 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
 
 
 def write_settings(config: Config, workdir: pathlib.Path) -> None:
-  """Writes `config.json`, or compares with the one that is there. Raises ValueError, listing what differs."""
+  """Writes `config.json`, or compares with the one that is there. Raises ValueError, listing what differs, or where it is damaged."""
   path = workdir / 'config.json'
   if path.exists():
-    different = differences(json.loads(path.read_text()), to_dict(config))
+    different = differences(report.read_json(path), to_dict(config))
     if different:
       raise ValueError(f'{workdir} holds a run with other settings: {"; ".join(different)}. Use the same settings or another --workdir.')
     return

@@ -139,8 +139,8 @@ class Updates:
     return path, unembed
 
   def _make_head(self, unembed: Callable[[jax.Array, jax.Array], jax.Array], temperature: float) -> log_probs.Head:
-    return log_probs.Head(
-        unembed=unembed, temperature=temperature, chunk=self.config.learner.logits_chunk, groups=self.groups, shard=self.shard)
+    chunk = self.config.learner.logits_chunk or log_probs.chunk_for(self.config.model.vocab_size)
+    return log_probs.Head(unembed=unembed, temperature=temperature, chunk=chunk, groups=self.groups, shard=self.shard)
 
   # --- Value model -------------------------------------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class Updates:
   ) -> tuple[TrainState, jax.Array, tuple[jax.Array, jax.Array], Metrics]:
     """`steps` optimizer steps; also the targets f32[B, T], (values, bootstrap values) before the first step, and metrics."""
     target, before, losses, norms = None, None, [], []
-    if not steps:  # No value learning: an estimator that needs no values costs no forward pass either.
+    if not steps:  # No value learning; where the estimator does not use the values, the compiler leaves this forward pass out.
       value, bootstrap = self.values(state.value_trainable | state.value_frozen, batch)
       return state, jnp.zeros_like(value), (value, bootstrap), {}
     for _ in range(steps):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sao_jax import algorithms
+from sao_jax import algorithms, train
 from sao_jax import config as config_lib
 
 DIS = dict(epsilon_low=0.3, epsilon_high=5.0)
@@ -143,9 +143,9 @@ def test_reinforce_batch_centred_counts_each_row_once():
   assert not np.any(np.asarray(advantage)[~mask]) and not np.any(np.asarray(target)[~mask])
 
 
-def test_registries_match_the_settings_and_share_signatures():
-  assert set(algorithms.ADVANTAGES) == set(config_lib.CHOICES['algorithm.advantage'])
-  assert set(algorithms.OBJECTIVES) == set(config_lib.CHOICES['algorithm.objective'])
+def test_registries_hold_the_defaults_and_share_signatures():
+  assert config_lib.AlgorithmConfig().advantage in algorithms.ADVANTAGES and len(algorithms.ADVANTAGES) >= 2
+  assert config_lib.AlgorithmConfig().objective in algorithms.OBJECTIVES and len(algorithms.OBJECTIVES) >= 2
   reward, value, bootstrap, mask, _ = random_inputs(1)
   for estimator in algorithms.ADVANTAGES.values():
     assert [x.shape for x in estimator(reward, value, bootstrap, mask, gamma=1.0, gae_lambda=0.5)] == [mask.shape] * 2
@@ -338,3 +338,11 @@ def test_explained_variance_matches_float64():
   np.testing.assert_allclose(algorithms.explained_variance(target, target, mask), 1.0)
   assert float(algorithms.explained_variance(value, np.ones_like(target), mask)) == 0.0  # Undefined: targets do not vary.
   assert float(algorithms.explained_variance(value, target, np.zeros_like(mask))) == 0.0
+
+
+def test_what_is_added_to_a_registry_can_be_configured(monkeypatch):
+  monkeypatch.setitem(algorithms.ADVANTAGES, 'mine', algorithms.ADVANTAGES['reinforce_batch_centred'])
+  config = config_lib.from_dict({'algorithm': {'advantage': 'mine'}})
+  train.validate_names(config)
+  with pytest.raises(ValueError, match='algorithm.advantage must be one of mine, .*got .other.'):
+    train.validate_names(config_lib.from_dict({'algorithm': {'advantage': 'other'}}))

@@ -348,3 +348,15 @@ def test_checksums_cover_every_file(checkpointer, tmp_path):
   inside = {p.relative_to(folder).as_posix() for p in files_of(folder) if len(p.relative_to(folder).parts) > 1}
   assert set(sums) == inside and len(inside) >= 6
   assert pathlib.Path(os.fspath(folder / 'host' / 'state_0.npz')).is_file()
+
+
+def test_reading_deletes_nothing(tmp_path):
+  writer = Checkpointer(tmp_path / 'c', keep=5)
+  for step in range(1, 6):
+    writer.save(step, make_state(step), {'step': step})
+  writer.close()
+  reader = Checkpointer(tmp_path / 'c', keep=1)
+  assert reader.restore_host(1) == {'step': 1}
+  assert_same_arrays(reader.restore(1, make_state()), make_state(1))
+  reader.close()
+  assert Checkpointer(tmp_path / 'c', keep=1).steps() == [1, 2, 3, 4, 5]

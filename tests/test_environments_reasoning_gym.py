@@ -12,8 +12,6 @@ import pytest
 from sao_jax import environments
 from sao_jax.environments import base, reasoning_gym
 
-pytest.importorskip('reasoning_gym')
-
 SMALL = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=2)
 
 

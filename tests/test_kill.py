@@ -10,22 +10,29 @@ import subprocess
 import sys
 import time
 
+import jax
+import numpy as np
 import pytest
 
+from sao_jax import config as settings
+from sao_jax.parts import build
+
+SAME = ('step', 'policy/loss', 'value/loss', 'policy/grad_norm', 'reward/mean', 'queue/staleness_max', 'rollout/length_mean')
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 KILLS = int(os.environ.get('SAO_TEST_KILLS', '4'))  # The full check is 20.
 DEADLINE_S = 300.0
 SETTINGS = (
-    '--config.clock.kind=wall', '--config.checkpoint.every=1', '--config.sft.steps=12', '--config.rl.policy_steps=20',
+    '--config.checkpoint.every=1', '--config.sft.steps=12', '--config.rl.policy_steps=20',
     '--config.value_pretrain.epochs=4', '--config.logging.tensorboard=False')
 
 
-def start(workdir, cache):
+def start(workdir, cache, clock):
   environment = {
       **os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '', 'JAX_COMPILATION_CACHE_DIR': str(cache),
       'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0', 'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1'}
   return subprocess.Popen(
-      [sys.executable, str(ROOT / 'launch' / 'train.py'), f'--config={ROOT}/configs/tiny_debug.py', f'--workdir={workdir}', *SETTINGS],
+      [sys.executable, str(ROOT / 'launch' / 'train.py'), f'--config={ROOT}/configs/tiny_debug.py', f'--workdir={workdir}',
+       f'--config.clock.kind={clock}', *SETTINGS],
       env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
@@ -44,24 +51,49 @@ def kill_at_random_moment(process, workdir, rng):
       signs, seen = signs - 1, state_of(workdir)
     time.sleep(0.01)
   time.sleep(rng.random() * 0.5)
-  ended = process.poll() is not None
   process.send_signal(signal.SIGKILL)
-  process.communicate()
-  return not ended
+  _, errors = process.communicate()
+  assert process.returncode in (0, -signal.SIGKILL), errors.decode()[-2000:]
+  return process.returncode != 0
+
+
+def finish(workdir, cache, clock):
+  process = start(workdir, cache, clock)
+  _, errors = process.communicate(timeout=DEADLINE_S)
+  assert process.returncode == 0, errors.decode()[-2000:]
 
 
 @pytest.mark.slow
-def test_killed_again_and_again_a_run_loses_and_repeats_nothing(tmp_path):
-  workdir, rng, kills = tmp_path / 'run', random.Random(0), 0
+@pytest.mark.parametrize('clock', ['wall', 'virtual'])
+def test_killed_again_and_again_a_run_loses_and_repeats_nothing(tmp_path, clock):
+  workdir, cache, rng, kills = tmp_path / 'run', tmp_path / 'cache', random.Random(0), 0
   while kills < KILLS:
-    kills += kill_at_random_moment(start(workdir, tmp_path / 'cache'), workdir, rng)
+    kills += kill_at_random_moment(start(workdir, cache, clock), workdir, rng)
     if (workdir / 'summary.json').exists():
       break  # It got to its end between two kills; what it left is checked all the same.
   assert kills >= min(KILLS, 3)
-  process = start(workdir, tmp_path / 'cache')
-  _, errors = process.communicate(timeout=DEADLINE_S)
-  assert process.returncode == 0, errors.decode()[-2000:]
+  finish(workdir, cache, clock)
   check_accounting(workdir)
+  if clock == 'virtual':
+    finish(tmp_path / 'whole', cache, clock)
+    check_same(workdir, tmp_path / 'whole')
+
+
+def check_same(killed, whole):
+  """Under virtual time the killed run is the one that nobody disturbed: the same batches, numbers and parameters, bit for bit."""
+  assert (killed / 'ledger.jsonl').read_text() == (whole / 'ledger.jsonl').read_text()
+  rows = [[{k: v for k, v in json.loads(line).items() if k in SAME} for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+          for folder in (killed, whole)]
+  assert rows[0] == rows[1] and any(len(row) == len(SAME) for row in rows[0])
+  states = []
+  for folder in (killed, whole):
+    parts = build(settings.from_dict(json.loads((folder / 'config.json').read_text())), folder)
+    states.append(jax.device_get(parts.checkpointer.restore(parts.checkpointer.latest_step(), parts.learner.abstract_state('rl'))))
+    parts.close()
+  leaves = [jax.tree.leaves(state) for state in states]
+  assert len(leaves[0]) == len(leaves[1]) > 20
+  for a, b in zip(*leaves):
+    np.testing.assert_array_equal(a, b)
 
 
 def check_accounting(workdir):

@@ -215,8 +215,11 @@ def test_b07_poison_off_the_actions_and_in_padding_changes_no_bit():
   dirty = dataclasses.replace(
       batch, behaviour_log_prob=poison(batch.behaviour_log_prob), reward=poison(batch.reward),
       tokens=np.where(batch.token_mask, batch.tokens, VOCAB - 1), policy_version=np.where(batch.action_mask, batch.policy_version, 1))
+  before = host(start(learner))
   one, two = (host(learner.update(start(learner), b, version=1, train_policy=True)) for b in (batch, dirty))
   jax.tree.map(np.testing.assert_array_equal, one, two)
+  assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(two))
+  assert any(np.any(x != y) for x, y in zip(jax.tree.leaves(before.policy), jax.tree.leaves(two[0].policy), strict=True))
 
 
 @pytest.mark.parametrize('field', ['reward', 'behaviour_log_prob'])

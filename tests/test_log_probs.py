@@ -87,8 +87,11 @@ def test_hidden_states_of_unselected_positions_cannot_matter():
   clean = run(hidden, weight, tokens, mask, inputs=(behaviour, advantage))
   selected = np.concatenate([mask[:, 1:], np.zeros((B, 1), bool)], axis=1)
   poison = [np.where(mask, x, np.nan).astype(np.float32) for x in (behaviour, advantage)]
-  dirty = run(np.where(selected[..., None], hidden, 1e30).astype(np.float32), weight, tokens, mask, inputs=tuple(poison))
-  jax.tree.map(np.testing.assert_array_equal, clean, dirty)
+  assert 0 < np.sum(selected) < selected.size
+  for bad in (1e30, np.nan, np.inf):
+    dirty = run(np.where(selected[..., None], hidden, bad).astype(np.float32), weight, tokens, mask, inputs=tuple(poison))
+    jax.tree.map(np.testing.assert_array_equal, clean, dirty)
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(dirty))
 
 
 @pytest.mark.parametrize('scale', [1e3, 1e4])
@@ -98,3 +101,8 @@ def test_large_logits_stay_finite(scale):
       make_head(), hidden * scale, weight, tokens, mask, objective, (behaviour, advantage), with_gradient=True)
   assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(terms))
   assert np.all(np.asarray(terms.entropy) >= -1e-6)
+
+
+@pytest.mark.parametrize('vocabulary, chunk', [(259, 1024), (32768, 512), (49152, 256), (151936, 128), (10**6, 128)])
+def test_a_chunk_of_logits_fits_its_memory(vocabulary, chunk):
+  assert log_probs.chunk_for(vocabulary) == chunk

@@ -195,7 +195,6 @@ def test_kill_9_keeps_every_written_row(tmp_path):
 
 
 def test_tensorboard_events(tmp_path):
-  pytest.importorskip('tensorboardX')
   writer = metrics.MetricsWriter(tmp_path, True, None)
   writer.write(0, {'reward/mean': Stat(1.0, 2.0), 'bad': math.nan})
   writer.close()
@@ -237,3 +236,24 @@ def test_json_row_types_are_exact(tmp_path):
   writer.close()
   row = json.loads((tmp_path / 'metrics.jsonl').read_text())
   assert row['x'] == float(np.float32(0.1)) and row['n'] == 3.0
+
+
+# --- A full disk ---------------------------------------------------------------------------------------------------------------
+
+
+def full(tmp_path, name):
+  """A file to which nothing can be written for want of room."""
+  (tmp_path / name).symlink_to('/dev/full')
+  return tmp_path / name
+
+
+def test_a_full_disk_is_told_with_the_file_and_what_to_do(tmp_path):
+  for name, write in (
+      ('ledger.jsonl', lambda: ledger.write(1, 0, [])),
+      ('metrics.jsonl', lambda: writer.write(1, {'x': 1.0}))):
+    ledger, writer = metrics.Ledger(tmp_path, 0), metrics.MetricsWriter(tmp_path, False, 0)
+    (tmp_path / name).unlink(missing_ok=True)
+    writer._file = open(full(tmp_path, name), 'a')
+    with pytest.raises(OSError, match=f'{name} cannot be written: No space left on device; make room'):
+      write()
+    (tmp_path / name).unlink()

@@ -206,3 +206,17 @@ def test_lines_are_appended(tmp_path):
   for reason in ('late', 'odd'):
     report.append_line(path, {'reason': reason, 'x': math.inf})
   assert [json.loads(line) for line in path.read_text().splitlines()] == [{'reason': 'late', 'x': None}, {'reason': 'odd', 'x': None}]
+
+
+def test_a_full_disk_is_told(tmp_path):
+  (tmp_path / 'lines.jsonl').symlink_to('/dev/full')
+  with pytest.raises(OSError, match='lines.jsonl cannot be written: No space left on device; make room'):
+    report.append_line(tmp_path / 'lines.jsonl', {'a': 1})
+
+
+def test_a_damaged_json_file_is_named(tmp_path):
+  report.write_json(tmp_path / 'good.json', {'a': (1, 2)})
+  assert report.read_json(tmp_path / 'good.json') == {'a': [1, 2]}
+  (tmp_path / 'bad.json').write_text('{"a": ')
+  with pytest.raises(ValueError, match='bad.json is damaged'):
+    report.read_json(tmp_path / 'bad.json')

@@ -525,3 +525,34 @@ def test_a_state_of_other_settings_is_refused():
     make_queue(batch_size=2, max_staleness=0).restore(queue.state())
   with pytest.raises(RuntimeError, match='no ticket'):
     queue.restore(queue.state())
+
+
+# --- Nothing to train on -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('how', ['quarantined', 'truncated', 'environment_error'])
+def test_a_run_of_which_nothing_can_be_trained_on_ends(how):
+  queue = make_queue(batch_size=4, truncation='drop')
+
+  def lose():
+    ticket = queue.ticket(0)
+    if how == 'environment_error':
+      queue.drop(ticket, how)
+    else:
+      wrong = {'tokens': np.full(6, 999, np.int32)}
+      finish(queue, ticket, **({'ending': 'truncated', 'stop_reason': 'max_tokens'} if how == 'truncated' else wrong))
+
+  with pytest.raises(RuntimeError, match=f'256 rollouts gave nothing to train on: dropped as .*{how}'):
+    for _ in range(300):
+      lose()
+  assert balances(queue)
+
+
+def test_one_rollout_now_and_then_is_enough():
+  queue = make_queue(batch_size=1, max_staleness=9)
+  for _ in range(3):
+    for _ in range(255):
+      queue.drop(queue.ticket(0), 'environment_error')
+    finish(queue, queue.ticket(0))
+    step(queue, advance=False)
+  assert queue.accounting()['dropped'] == {'environment_error': 765}

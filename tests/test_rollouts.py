@@ -1,5 +1,6 @@
 """The rollout engine with a scripted sampler and scripted environments: every phase, every ending, saving and restoring."""
 
+import copy
 import dataclasses
 
 import numpy as np
@@ -301,6 +302,12 @@ def test_saved_sessions_continue_where_they_were():
   engine.after_chunk(sampler.step())
   engine.before_chunk()  # Sampling its second turn, one token of it drawn.
   saved = engine.state()
+  before = copy.deepcopy(saved['sessions'][0])
+  run(engine, sampler)  # What is written to disk later must not know of what happens meanwhile.
+  assert len(flow.rollouts) == 1 and saved['sessions'][0].keys() == before.keys()
+  for name, value in before.items():
+    np.testing.assert_equal(saved['sessions'][0][name], value)
+  Scripted.calls = []
   other, other_sampler, other_flow = make(script, two_turns, count=0)
   other.restore(saved, lambda prompt_id, attempt: Task(prompt_id, 'train', 0, {}))
   (request,) = other_sampler.seen
@@ -338,3 +345,65 @@ def test_finished_rollouts_without_room_are_saved():
   other.restore(saved, lambda prompt_id, attempt: Task(prompt_id, 'train', 0, {}))
   run(other, other_sampler)
   assert sorted(r.ticket for r in other_flow.rollouts) == [1, 2]
+
+
+# --- Environments are closed ---------------------------------------------------------------------------------------------------
+
+
+def fail():
+  raise EnvironmentFailure('broken')
+
+
+class Counted(Scripted):
+  """Counts what is open."""
+
+  made, closed = 0, 0
+
+  def __init__(self, *args):
+    super().__init__(*args)
+    Counted.made += 1
+
+  def close(self):
+    Counted.closed += 1
+
+
+@pytest.mark.parametrize('play, expected', [
+    (two_turns, 'finished'), (lambda t, a: fail(), 'dropped'), (lambda t, a: StepResult(Observation('x' * 99)), 'finished')])
+def test_every_environment_is_closed_once_however_the_rollout_ends(play, expected):
+  Counted.made = Counted.closed = 0
+  engine, sampler, flow = make(lambda p, turn, a: ['go;', 'end;'][turn], play, count=3, environment=Counted)
+  run(engine, sampler)
+  assert len(flow.rollouts if expected == 'finished' else flow.dropped) == 3
+  assert Counted.made == Counted.closed == 1 + (3 if expected == 'finished' else 6)  # One to ask for its name; a retry has its own.
+
+
+def test_an_engine_that_ends_closes_what_is_in_flight():
+  Counted.made = Counted.closed = 0
+  engine, sampler, _ = make(lambda *_: 'go;', two_turns, count=4, environment=Counted)
+  engine.before_chunk()
+  engine.before_chunk()
+  engine.close()
+  assert Counted.made == Counted.closed == 5 and engine.in_flight == 0
+
+
+def test_an_error_while_closing_is_counted_and_harms_nothing():
+  class Stubborn(Scripted):
+    def close(self):
+      if self.turn:
+        raise OSError('still busy')
+
+  engine, sampler, flow = make(lambda p, turn, a: ['go;', 'end;'][turn], two_turns, count=2, environment=Stubborn)
+  run(engine, sampler)
+  assert len(flow.rollouts) == 2 and engine.close_failures == 2
+
+
+def test_a_rollout_that_never_draws_counts_as_a_failure():
+  clock = [0.0]
+  task = dataclasses.replace(TASK, time_limit_s=1.0, max_failure_share=0.5)
+  engine, sampler, flow = make(lambda *_: 'go;', two_turns, count=50, task=task, now=lambda: clock[0])
+  sampler.partials = lambda: {s: (np.zeros(0, np.int32),) * 3 for s in sampler.requests}
+  with pytest.raises(RuntimeError, match='time_limit'):
+    for _ in range(50):
+      engine.before_chunk()
+      clock[0] += 2.0
+  assert {reason for _, reason, _ in flow.dropped} == {'time_limit'}

@@ -68,10 +68,10 @@ def test_hung_calls_time_out_and_are_replaced():
   results = {r.ticket: r for r in collect(pool, 2)}
   assert isinstance(results[1].error, TimeoutError) and 'step_timeout_s=0.2' in str(results[1].error)
   assert results[2].value == 'after the hang'
-  release.set()
-  time.sleep(0.05)
-  assert pool.ready() == []  # The late result of the hung call is thrown away.
   assert pool.abandoned == 1
+  release.set()
+  wait_until(lambda: pool.abandoned == 0)  # It came back after all.
+  assert pool.ready() == []  # Its late result is thrown away.
   pool.close()
 
 
@@ -88,7 +88,7 @@ def test_too_many_hung_calls_stop_the_run():
   release = threading.Event()
   for ticket in range(3):
     pool.submit(Call(ticket, 0, 0, lambda: release.wait(DEADLINE_S)))
-  with pytest.raises(RuntimeError, match='hung beyond task.step_timeout_s'):
+  with pytest.raises(RuntimeError, match='hang beyond task.step_timeout_s'):
     collect(pool, 3)
   release.set()
   pool.close()
@@ -130,3 +130,34 @@ def test_who_waits_for_a_turn_gets_it_before_who_had_it_last():
     order.append('first again')
   thread.join(DEADLINE_S)
   assert order == ['other', 'first again']
+
+
+def test_calls_that_came_back_are_not_held_against_the_pool():
+  pool = EnvironmentPool(1, step_timeout_s=0.05, max_abandoned=1)
+  for ticket in range(4):
+    pool.submit(Call(ticket, 0, 0, lambda: time.sleep(0.15)))
+    assert isinstance(collect(pool, 1)[0].error, TimeoutError)
+    wait_until(lambda: pool.abandoned == 0)
+  pool.close()
+
+
+def test_a_closed_pool_makes_no_more_calls_but_runs_what_was_put_aside():
+  pool, began, release, done = EnvironmentPool(1, step_timeout_s=30.0), threading.Event(), threading.Event(), []
+  pool.submit(Call(0, 0, 0, lambda: began.set() or release.wait(DEADLINE_S)))
+  began.wait(DEADLINE_S)
+  pool.submit(Call(1, 0, 0, lambda: done.append('call')))
+  pool.run_aside(lambda: done.append('aside'))
+  assert not pool.close(0.1)  # Its thread is at work.
+  release.set()
+  assert pool.close(DEADLINE_S)
+  assert done == ['aside']
+
+
+def test_a_close_that_hangs_stops_nothing_else():
+  pool, release = EnvironmentPool(1, step_timeout_s=0.1), threading.Event()
+  pool.run_aside(lambda: release.wait(DEADLINE_S))
+  pool.submit(Call(1, 0, 0, lambda: 'value'))
+  (result,) = collect(pool, 1)
+  assert result.ticket == 1 and result.value == 'value' and pool.abandoned == 1
+  release.set()
+  assert pool.close(DEADLINE_S)

@@ -8,8 +8,8 @@ One layer has
 
 with P pages, B rows, K key/value heads of size d, S cached positions (a bucket). Keys have positions last, so that both products of
 attention read memory in order: on CPU this is four times faster than [B, S, K, d]. A decode step writes only to `recent`, at the same
-index in every row; at the end of a chunk `commit` writes it to the pages and to `work`. So the large arrays are never written inside the
-loop over steps, where they would be copied.
+index in every row; at the end of a chunk `write_pages` and `write_rows` copy it to the pages and to `work`. So the large arrays are never
+written inside the loop over steps, where they would be copied.
 
 With unrolled layers the state is a list with one (keys, values) per layer; with `scan_layers` it is one such pair with a leading axis L.
 Positions of rows that attention must not see are masked by length, so what a freed page still holds cannot matter as long as it is finite.
