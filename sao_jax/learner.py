@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import Any, Callable
 
@@ -15,6 +16,7 @@ from jax.sharding import Mesh
 import numpy as np
 
 from sao_jax import optim, sharding
+from sao_jax.batching import row_buckets
 from sao_jax.config import Config
 from sao_jax.models import transformer
 from sao_jax.types import Batch, Params, Stat
@@ -112,49 +114,46 @@ class Learner:
 
   def warm_up(self, stage: str) -> None:
     """Compiles every program of `stage`, from shapes alone; afterwards none of its calls compiles."""
-    for length in self.config.learner.lengths:
-      if stage == 'rl':
-        self._program('rl', length, True)
-        if self.config.learner.value_warmup_steps:
-          self._program('rl', length, False)
-      else:
-        self._program(stage, length, True)
+    for rows, length in itertools.product(self._rows(stage), self.config.learner.lengths):
+      self._program(stage, rows, length, True)
+      if stage == 'rl' and self.config.learner.value_warmup_steps:
+        self._program('rl', rows, length, False)
 
   def update(self, state: TrainState, batch: Batch, *, version: int, train_policy: bool) -> tuple[TrainState, Metrics]:
     """One RL update; donates `state`.
 
     Args:
       state: of stage 'rl'.
-      batch: NumPy batch of `learner.batch_size` rows in one of `learner.lengths`.
+      batch: NumPy batch of `learner.batch_size` rows (or one of its `row_buckets`) in one of `learner.lengths`.
       version: the policy's current version; tokens of this version are compared with the sampler's log-probabilities.
       train_policy: False while only the value model learns; nothing of the policy is then computed.
 
     Returns:
       The next state and metrics, still on the device: see `fetch`.
     """
-    placed, length = self._place_batch(batch, self._rows('rl'))
+    placed, shape = self._place_batch(batch, 'rl')
     number = jax.device_put(np.int32(version), sharding.replicated(self.mesh))
-    return self._program('rl', length, train_policy)(state, placed, number)
+    return self._program('rl', *shape, train_policy)(state, placed, number)
 
   def value_update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """One step of value pretraining; donates `state`."""
-    placed, length = self._place_batch(batch, self._rows('value_pretrain'))
-    return self._program('value_pretrain', length, True)(state, placed)
+    placed, shape = self._place_batch(batch, 'value_pretrain')
+    return self._program('value_pretrain', *shape, True)(state, placed)
 
   def sft_update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """One supervised step on the action tokens, `sft.batch_size` rows; donates `state`."""
-    placed, length = self._place_batch(batch, self._rows('sft'))
-    return self._program('sft', length, True)(state, placed)
+    placed, shape = self._place_batch(batch, 'sft')
+    return self._program('sft', *shape, True)(state, placed)
 
   def log_probs(self, policy_params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """log_prob and entropy f32[B, T] of the action tokens, by the code that training uses; 0 elsewhere."""
-    placed, length = self._place_batch(batch, self._rows('rl'))
-    return self._program('log_probs', length, True)(policy_params, placed)
+    placed, shape = self._place_batch(batch, 'rl')
+    return self._program('log_probs', *shape, True)(policy_params, placed)
 
   def values(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """value f32[B, T], of the state before each token, and bootstrap value f32[B]."""
-    placed, length = self._place_batch(batch, self._rows('rl'))
-    return self._program('values', length, True)(state.value_trainable | state.value_frozen, placed)
+    placed, shape = self._place_batch(batch, 'rl')
+    return self._program('values', *shape, True)(state.value_trainable | state.value_frozen, placed)
 
   def fetch(self, metrics: Metrics, step: int) -> Metrics:
     """Metrics on the host.
@@ -172,18 +171,18 @@ class Learner:
 
   # --- Programs ----------------------------------------------------------------------------------------------------------------
 
-  def _program(self, name: str, length: int, train_policy: bool) -> Callable[..., Any]:
+  def _program(self, name: str, rows: int, length: int, train_policy: bool) -> Callable[..., Any]:
     """The compiled program, made on first use."""
-    key = (name, length, train_policy)
+    key = (name, rows, length, train_policy)
     if key not in self._programs:
-      function, arguments, out_shardings = self._define(name, length, train_policy)
+      function, arguments, out_shardings = self._define(name, rows, length, train_policy)
       donate = (0,) if name in STAGES else ()
       self._programs[key] = jax.jit(function, donate_argnums=donate, out_shardings=out_shardings).lower(*arguments).compile()
     return self._programs[key]
 
-  def _define(self, name: str, length: int, train_policy: bool) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
+  def _define(self, name: str, rows: int, length: int, train_policy: bool) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
     """Function, abstract arguments (with shardings) and output shardings of a program."""
-    rows, updates, whole = self._rows(name), self._updates, sharding.replicated(self.mesh)
+    updates, whole = self._updates, sharding.replicated(self.mesh)
     batch = self._abstract_batch(rows, length)
     by_row = sharding.batch_sharding(self.mesh)
     if name == 'log_probs':
@@ -199,8 +198,10 @@ class Learner:
       return functools.partial(updates.value, optimizers['value']), (state, batch), out_shardings
     return functools.partial(updates.sft, optimizers['policy']), (state, batch), out_shardings
 
-  def _rows(self, name: str) -> int:
-    return self.config.sft.batch_size if name == 'sft' else self.config.learner.batch_size
+  def _rows(self, name: str) -> tuple[int, ...]:
+    """Numbers of rows that the batches of a stage may have."""
+    size = self.config.sft.batch_size if name == 'sft' else self.config.learner.batch_size
+    return row_buckets(size, self.config.task.max_segments)
 
   def _freeze(self, stage: str) -> str:
     return self.config.value_pretrain.freeze if stage == 'value_pretrain' else self.config.learner.value_freeze
@@ -216,16 +217,17 @@ class Learner:
             f'{name} must be a multiple of learner.micro_batches times the data and fsdp axes of the learner\'s mesh: got {rows} with '
             f'micro_batches={self.config.learner.micro_batches}, data*fsdp={self._groups}; use a multiple of {parts}.')
 
-  def _place_batch(self, batch: Batch, rows: int) -> tuple[Batch, int]:
-    """The batch on the mesh, and its length; raises ValueError on a shape or dtype that no program was made for."""
-    length = batch.tokens.shape[1]
-    if batch.tokens.shape[0] != rows or length not in self.config.learner.lengths:
+  def _place_batch(self, batch: Batch, stage: str) -> tuple[Batch, tuple[int, int]]:
+    """The batch on the mesh, and its shape; raises ValueError on a shape or dtype that no program was made for."""
+    rows, length = batch.tokens.shape
+    if rows not in self._rows(stage) or length not in self.config.learner.lengths:
       raise ValueError(
-          f'The learner takes {rows} rows of length {", ".join(map(str, self.config.learner.lengths))}, got {batch.tokens.shape}.')
+          f'The learner takes {" or ".join(map(str, self._rows(stage)))} rows of length '
+          f'{", ".join(map(str, self.config.learner.lengths))}, got {batch.tokens.shape}.')
     for field, dtype in BATCH_DTYPES.items():
       if getattr(batch, field).dtype != dtype:
         raise ValueError(f'Batch.{field} must be {np.dtype(dtype)}, got {getattr(batch, field).dtype}.')
-    return sharding.place_batch(batch, self.mesh), length
+    return sharding.place_batch(batch, self.mesh), (rows, length)
 
   def _abstract_batch(self, rows: int, length: int) -> Batch:
     by_row = sharding.batch_sharding(self.mesh)

@@ -117,8 +117,8 @@ def rollout_metrics(rollouts: Sequence[Rollout], *, errored: int = 0) -> dict[st
 
   Returns:
     'reward/mean', 'reward/mean_all', 'reward/success' (over rollouts whose environment reports it), 'rollout/length_mean|max' and
-    'rollout/action_tokens' in tokens, 'rollout/turns' (with an action in them), 'rollout/truncated_fraction', and the mean of every other
-    number that environments report as 'environment/<name>'. Count 0 where there is nothing to count.
+    'rollout/action_tokens' in tokens, 'rollout/segments', 'rollout/turns' (with an action in them), 'rollout/truncated_fraction', and the
+    mean of every other number that environments report as 'environment/<name>'. Count 0 where there is nothing to count.
   """
   def over(values: Sequence[float]) -> Stat:
     return Stat(math.fsum(values), float(len(values)))
@@ -131,6 +131,7 @@ def rollout_metrics(rollouts: Sequence[Rollout], *, errored: int = 0) -> dict[st
       'rollout/length_mean': over(lengths),
       'rollout/length_max': Stat(max(lengths, default=0.0), float(bool(lengths))),
       'rollout/action_tokens': over([float(r.num_actions) for r in rollouts]),
+      'rollout/segments': over([float(len(r.segment_starts)) for r in rollouts]),
       'rollout/turns': over([float(len(np.unique(r.turn[r.action_mask]))) for r in rollouts]),
       'rollout/truncated_fraction': over([float(r.ending == 'truncated') for r in rollouts]),
       'reward/success': over([float(r.metrics['success']) for r in rollouts if 'success' in r.metrics]),

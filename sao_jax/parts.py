@@ -11,10 +11,10 @@ import dataclasses
 import math
 import pathlib
 import time
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Sequence
 
 import jax
-from sao_jax import environments, evaluation, prng, report, sharding
+from sao_jax import batching, environments, evaluation, prng, report, sharding
 from sao_jax.checkpoint import Checkpointer
 from sao_jax.clock import InlineCalls
 from sao_jax.config import Config, ModelConfig, SamplerConfig
@@ -25,7 +25,7 @@ from sao_jax.metrics import Ledger, MetricsWriter
 from sao_jax.models import conversation, pretrained, tokenizers, transformer
 from sao_jax.rollouts import Calls, Flow, RolloutEngine
 from sao_jax.sampler import Sampler
-from sao_jax.types import ParamSnapshot, Params
+from sao_jax.types import Batch, ParamSnapshot, Params, Rollout
 from sao_jax.updates import TrainState
 from sao_jax.workers import EnvironmentPool
 
@@ -79,6 +79,13 @@ class Parts:
       if self.writer is not None:
         stack.callback(self.writer.close)
       stack.callback(self.checkpointer.close)
+
+  def make_batch(self, rollouts: Sequence[Rollout], batch_size: int) -> Batch:
+    """A padded batch of `batch_size` rollouts for the learner."""
+    c = self.config
+    return batching.make_batch(
+        rollouts, lengths=c.learner.lengths, batch_size=batch_size, pad_id=self.tokenizer.pad_id, max_segments=c.task.max_segments,
+        gamma=c.algorithm.gamma, bootstrap=c.algorithm.truncation == 'bootstrap')
 
   @property
   def max_length(self) -> int:
@@ -150,7 +157,7 @@ def build(config: Config, workdir: pathlib.Path) -> Parts:
   _, shapes, axes = transformer.abstract(transformer.Policy, model)
   return Parts(
       config=config, model=model, workdir=workdir, tokenizer=tokenizer, environment=environment,
-      conversation=conversation.make(tokenizer, environment.conversation), learner=Learner(config, learner_mesh),
+      conversation=conversation.make(tokenizer, environment.conversation, config.task.template), learner=Learner(config, learner_mesh),
       learner_mesh=learner_mesh, sampler_mesh=sampler_mesh,
       progress_bar=report.ProgressBar(enabled=config.logging.progress),
       convert=sharding.make_converter(sharding.param_shardings(axes, shapes, sampler_mesh), config.sampler.dtype),

@@ -319,7 +319,10 @@ class Segment:
 
 
 def segments(rollout: Rollout, decode: Decode) -> Iterator[Segment]:
-  """Cuts a rollout where the source or the turn changes; the segments joined cover every token once."""
+  """Cuts a rollout where the source or the turn changes; the segments joined cover every token once.
+
+  Not those of `Rollout.segment_starts`: where one of these begins, the history as it is shown from there on is a 'prompt' again.
+  """
   mask, turn = rollout.action_mask, rollout.turn
   cuts = [0, *(np.flatnonzero((mask[1:] != mask[:-1]) | (turn[1:] != turn[:-1])) + 1).tolist(), rollout.length]
   acted = False
@@ -327,7 +330,7 @@ def segments(rollout: Rollout, decode: Decode) -> Iterator[Segment]:
     if start == stop:
       continue
     is_action = bool(mask[start])
-    acted |= is_action
+    acted = is_action or (acted and start not in rollout.segment_starts)
     drawn = rollout.policy_version[start:stop]
     yield Segment(
         source='policy' if is_action else 'environment' if acted else 'prompt', turn=int(turn[start]),
@@ -339,9 +342,10 @@ def trajectory_text(rollout: Rollout, decode: Decode) -> str:
   """One trajectory as Markdown: a heading with how it ended, then who wrote what and with which version."""
   numbers = ', '.join(f'{name} {value:g}' for name, value in sorted(rollout.metrics.items()))
   head = f'### Prompt {rollout.prompt_id}, attempt {rollout.attempt}: reward {rollout.total_reward:g}'
+  n = len(rollout.segment_starts)
   facts = (
       f'{rollout.environment}; {rollout.ending} ({rollout.stop_reason}); {rollout.length} tokens, {rollout.num_actions} of them '
-      f'sampled; turns: {int(rollout.turn[-1]) + 1}' + (f'; {numbers}' if numbers else ''))
+      f'sampled; turns: {int(rollout.turn[-1]) + 1}' + (f'; segments: {n}' if n > 1 else '') + (f'; {numbers}' if numbers else ''))
   lines = [head, '', facts, '']
   for segment in segments(rollout, decode):
     who = segment.source

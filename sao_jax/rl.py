@@ -23,7 +23,7 @@ from typing import Any, Callable
 import jax
 
 from sao_jax import report
-from sao_jax.batching import make_batch, padding_fraction
+from sao_jax.batching import padding_fraction
 from sao_jax.clock import VirtualCalls, VirtualClock, WallClock
 from sao_jax.data import PromptStream
 from sao_jax.environments.base import Task
@@ -130,8 +130,7 @@ class ReinforcementLearning:
   def start_update(self, rollouts: list[Rollout]) -> Update:
     """Computes the next state from a batch."""
     c, progress = self.config, self.run_state.progress
-    batch = make_batch(
-        rollouts, lengths=c.learner.lengths, batch_size=c.learner.batch_size, pad_id=self.parts.tokenizer.pad_id)
+    batch = self.parts.make_batch(rollouts, c.learner.batch_size)
     trains_policy = progress.stage_step >= c.learner.value_warmup_steps
     with self.turns.turn():
       self.run_state.state, metrics = self.parts.learner.update(

@@ -23,7 +23,7 @@ def check_rollout(rollout: Rollout, *, oldest: int, newest: int, vocab_size: int
     oldest: lowest version that its action tokens may have.
     newest: highest version that they may have.
     vocab_size: token ids are 0..vocab_size - 1.
-    max_length: longest rollout in tokens.
+    max_length: longest segment in tokens.
   """
   return _wrong_form(rollout, max_length) or _wrong_fields(rollout) or _wrong_values(rollout, oldest, newest, vocab_size)
 
@@ -36,10 +36,26 @@ def _wrong_form(rollout: Rollout, max_length: int) -> str:
       return f'{name} must be a NumPy array {np.dtype(dtype).name}[T], got {found}'
     if array.shape != rollout.tokens.shape:
       return f'{name} has {array.shape[0]} positions, tokens has {rollout.tokens.shape[0]}'
-  if rollout.length > max_length:
-    return f'{rollout.length} tokens are longer than the longest rollout, {max_length}'
   if not rollout.action_mask.any():
     return 'no action token'
+  return _wrong_segments(rollout) or _too_long(rollout, max_length)
+
+
+def _too_long(rollout: Rollout, max_length: int) -> str:
+  longest = rollout.longest_segment
+  return f'{longest} tokens are longer than the longest rollout, {max_length}' if longest > max_length else ''
+
+
+def _wrong_segments(rollout: Rollout) -> str:
+  """Segments begin where the history was shown anew, right after an action, and each has actions."""
+  starts, mask = rollout.segment_starts, rollout.action_mask
+  if not starts or starts[0] != 0 or any(a >= b for a, b in zip(starts, (*starts[1:], rollout.length))):
+    return f'segment_starts must ascend from 0 within {rollout.length} tokens, got {starts}'
+  for start, stop in rollout.segments:
+    if start and (mask[start] or not mask[start - 1]):
+      return f'the segment at {start} must begin with history, right after an action'
+    if not mask[start:stop].any():
+      return f'the segment at {start} has no action token'
   return ''
 
 

@@ -8,7 +8,11 @@
 One iteration, whatever the clock: `before_chunk` (results of environment calls, new sessions), `Sampler.step`, `after_chunk` (finished
 turns). Environment calls go through a `Calls` object: a thread pool under the wall clock, a simulated one under virtual time.
 
-Tokens in, tokens out: the ids that the sampler drew are stored as they came; only new text is tokenized, once, and appended.
+Tokens in, tokens out: the ids that the sampler drew are stored as they came; only new text is tokenized, once, and appended. Where the chat
+template rewrites the history, a new segment begins with the conversation rendered afresh: the sampler starts on it as on a new sequence,
+and what was drawn before stays, as it was drawn, in the earlier segments.
+
+An environment with `tools` gets the tool calls of a turn, parsed; what is wrong with a call comes with it, as a `ToolCallError`.
 """
 
 from __future__ import annotations
@@ -16,13 +20,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
-from typing import Any, Callable, Mapping, Protocol
+from typing import Any, Callable, Mapping, Protocol, Sequence
 
 import numpy as np
 
+from sao_jax import tool_calls
 from sao_jax.config import TaskConfig
 from sao_jax.environments.base import Environment, EnvironmentFailure, Observation, StepResult, Task
-from sao_jax.models.conversation import Conversation
+from sao_jax.models.conversation import Continuation, Conversation, as_messages
 from sao_jax.models.tokenizers import Tokenizer
 from sao_jax.sampler import Completion, Request, Sampler
 from sao_jax.types import Rollout
@@ -100,8 +105,8 @@ class Calls(Protocol):
 class EnvironmentHolder:
   """The environment of one session: made in the first call that needs it, closed once, by whichever thread comes to it."""
 
-  def __init__(self, make: Callable[[], Environment]):
-    self._make, self._lock = make, threading.Lock()
+  def __init__(self, make: Callable[[], Environment], act: Callable[[Environment, str], StepResult]):
+    self._make, self._act, self._lock = make, act, threading.Lock()
     self._environment: Environment | None = None
     self._closed = False
 
@@ -114,8 +119,8 @@ class EnvironmentHolder:
     if fresh:
       environment.reset(task)
       for action in actions[:-1]:
-        environment.step(action)
-    return environment.step(actions[-1])
+        self._act(environment, action)
+    return self._act(environment, actions[-1])
 
   def _get(self) -> tuple[Environment, bool]:
     """The environment, and whether it was made just now."""
@@ -155,9 +160,11 @@ class Session:
   reward: list[float] = dataclasses.field(default_factory=list)
   turn_of: list[int] = dataclasses.field(default_factory=list)
   actions: list[str] = dataclasses.field(default_factory=list)  # Texts of the finished turns, in order.
+  history: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # Messages before the turn.
+  segment_starts: list[int] = dataclasses.field(default_factory=lambda: [0])
   turn: int = 0
   turn_start: int = 0
-  stopped_by_id: bool = False  # The last turn ended with a stop token of the conversation format.
+  stop_id: int | None = None  # Stop token of the conversation format that ended the last turn.
   retry: int = 0
   oldest: int = 0
   metrics: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -171,25 +178,38 @@ class Session:
     self.reward.extend([0.0] * count)
     self.turn_of.extend([self.turn] * count)
 
+  @property
+  def segment_length(self) -> int:
+    """Tokens of the segment that is being written: of the sequence that the sampler sees."""
+    return len(self.tokens) - self.segment_starts[-1]
+
   def restart(self) -> None:
     """Back to before the reset, as another attempt: for environments that cannot be replayed."""
-    for values in (self.tokens, self.action_mask, self.log_prob, self.version, self.reward, self.turn_of, self.actions):
+    for values in (self.tokens, self.action_mask, self.log_prob, self.version, self.reward, self.turn_of, self.actions, self.history):
       values.clear()
+    self.segment_starts = [0]
     self.phase, self.environment, self.turn, self.turn_start, self.metrics = 'reset', None, 0, 0, {}
     self.attempt += 1
     self.task = dataclasses.replace(self.task, attempt=self.attempt)
 
   def to_rollout(self, ending: str, stop_reason: str, environment: str, now_s: float) -> Rollout:
+    starts = self.segment_starts
+    if len(starts) > 1 and not any(self.action_mask[starts[-1]:]):  # Begun, but nothing was drawn in it.
+      starts, end = starts[:-1], starts[-1]
+    else:
+      end = len(self.tokens)
     return Rollout(
-        tokens=np.asarray(self.tokens, np.int32), action_mask=np.asarray(self.action_mask, bool),
-        behaviour_log_prob=np.asarray(self.log_prob, np.float32), policy_version=np.asarray(self.version, np.int32),
-        reward=np.asarray(self.reward, np.float32), turn=np.asarray(self.turn_of, np.int32),
+        tokens=np.asarray(self.tokens[:end], np.int32), action_mask=np.asarray(self.action_mask[:end], bool),
+        behaviour_log_prob=np.asarray(self.log_prob[:end], np.float32), policy_version=np.asarray(self.version[:end], np.int32),
+        reward=np.asarray(self.reward[:end], np.float32), turn=np.asarray(self.turn_of[:end], np.int32), segment_starts=tuple(starts),
         ending=ending, stop_reason=stop_reason, prompt_id=self.prompt_id, attempt=self.attempt, environment=environment,
         metrics=dict(self.metrics), ticket=self.ticket, started_s=self.started_s, finished_s=now_s)
 
 
 _SAVED = (
-    'ticket', 'prompt_id', 'attempt', 'started_s', 'phase', 'actions', 'turn', 'turn_start', 'stopped_by_id', 'retry', 'oldest', 'metrics')
+    'ticket', 'prompt_id', 'attempt', 'started_s', 'phase', 'actions', 'history', 'segment_starts', 'turn', 'turn_start', 'stop_id',
+    'retry', 'oldest', 'metrics')
+SEGMENT_NOISE = 1 << 16  # The noise of a token is a function of its position; segments after the first draw as such a later attempt would.
 _ARRAYS = {'tokens': np.int32, 'action_mask': bool, 'log_prob': np.float32, 'version': np.int32, 'reward': np.float32, 'turn_of': np.int32}
 
 
@@ -228,6 +248,7 @@ class RolloutEngine:
     probe = make_environment()
     self._name, self._replayable, self._stop_strings = probe.name, probe.replayable, tuple(probe.stop_strings)
     self._metric_names = tuple(probe.metric_names)
+    self._tools, self._act = tuple(probe.tools), actor(conversation, probe.tools)
     probe.close()
 
   @property
@@ -303,7 +324,7 @@ class RolloutEngine:
   def _call(self, session: Session, due_s: float | None = None) -> None:
     """Submits the call of the session's phase; it makes and replays the environment first where there is none."""
     if session.environment is None:
-      session.environment = EnvironmentHolder(self._make_environment)
+      session.environment = EnvironmentHolder(self._make_environment, self._act)
     holder, task, actions = session.environment, session.task, list(session.actions)
     function = (lambda: holder.reset(task)) if session.phase == 'reset' else (lambda: holder.step(task, actions))
     self.calls.submit(Call(session.ticket, session.turn, session.retry, function), due_s=due_s)
@@ -356,7 +377,8 @@ class RolloutEngine:
   # --- Turns -------------------------------------------------------------------------------------------------------------------
 
   def _begin(self, session: Session, observation: Observation) -> None:
-    prompt = first_ids(self._conversation, observation)
+    messages = observation.messages or observation.text
+    prompt = self._conversation.first(messages, self._tools)
     if not prompt or len(prompt) >= self._limit:
       self._drop(session, 'prompt_length')
       self._failures.add(
@@ -364,6 +386,7 @@ class RolloutEngine:
           f'(task.max_tokens={self._task.max_tokens}, model.max_length={self._max_length})')
       return
     session.metrics = {name: 0.0 for name in self._metric_names}  # Of a rollout that is cut before its first step.
+    session.history = as_messages(messages)
     session.append(prompt, action=False)
     self._sample(session)
 
@@ -377,22 +400,25 @@ class RolloutEngine:
 
   def _submit(self, session: Session, drawn: int) -> None:
     """Asks for the rest of the turn; its last `drawn` tokens exist already (resumed sessions)."""
-    room = min(self._task.max_turn_tokens, self._limit - session.turn_start) - drawn
+    begin = session.segment_starts[-1]
+    start = session.turn_start - begin
+    room = min(self._task.max_turn_tokens, self._limit - start) - drawn
+    attempt = session.attempt + SEGMENT_NOISE * (len(session.segment_starts) - 1)
     self.sampler.submit(Request(
-        session=session.ticket, tokens=np.asarray(session.tokens, np.int32), prompt_id=session.prompt_id, attempt=session.attempt,
-        max_new_tokens=room, turn_start=session.turn_start, stop_ids=self._conversation.stop_ids, stop_strings=self._stop_strings))
+        session=session.ticket, tokens=np.asarray(session.tokens[begin:], np.int32), prompt_id=session.prompt_id, attempt=attempt,
+        max_new_tokens=room, turn_start=start, stop_ids=self._conversation.stop_ids, stop_strings=self._stop_strings))
 
   def _turn_sampled(self, session: Session, stop_reason: str) -> None:
     """The sampler finished a turn: its text goes to the environment, unless a length limit cut it."""
     session.phase = 'idle'
     session.oldest = min(v for v, a in zip(session.version, session.action_mask) if a)
     if stop_reason == 'length':
-      full = len(session.tokens) >= self._limit
+      full = session.segment_length >= self._limit
       self._finish(session, 'truncated', self._length_reason() if full else 'max_turn_tokens')
       return
     ids = session.tokens[session.turn_start:]
-    session.stopped_by_id = stop_reason == 'stop_id'
-    session.actions.append(self._tokenizer.decode(ids[:-1] if session.stopped_by_id else ids))
+    session.stop_id = ids[-1] if stop_reason == 'stop_id' else None
+    session.actions.append(self._tokenizer.decode(ids if session.stop_id is None else ids[:-1]))
     session.phase = 'step'
     self._call(session)
 
@@ -412,12 +438,24 @@ class RolloutEngine:
     elif self._now() - session.started_s > self._task.time_limit_s:
       self._finish(session, 'truncated', 'time_limit')
     else:
-      ids = next_ids(self._conversation, step.observation, ended_with_stop_token=session.stopped_by_id)
-      if len(session.tokens) + len(ids) >= self._limit:  # No room for the observation and one more action.
-        self._finish(session, 'truncated', self._length_reason())
-      else:
-        session.append(ids, action=False)
-        self._sample(session)
+      follow = next_turn(self._conversation, session.history, session.actions[-1], step.observation, session.stop_id, self._tools)
+      self._continue(session, follow)
+
+  def _continue(self, session: Session, follow: Continuation) -> None:
+    """Appends what follows a turn and samples the next one; in a new segment where the history was rewritten."""
+    if follow.rewritten and len(session.segment_starts) >= self._task.max_segments:
+      self._finish(session, 'truncated', 'max_segments')
+      return
+    before = 0 if follow.rewritten else session.segment_length
+    if before + len(follow.ids) >= self._limit:  # No room for the observation and one more action.
+      self._finish(session, 'truncated', self._length_reason())
+      return
+    if follow.rewritten:
+      self.sampler.release(session.ticket)  # Its cache is of another sequence.
+      session.segment_starts.append(len(session.tokens))
+    session.history = follow.history
+    session.append(follow.ids, action=False)
+    self._sample(session)
 
   # --- Ends --------------------------------------------------------------------------------------------------------------------
 
@@ -462,6 +500,7 @@ class RolloutEngine:
     for session in sorted(self._sessions.values(), key=lambda s: order.get(s.ticket, -1)):
       entry = {name: getattr(session, name) for name in _SAVED}
       entry.update(actions=list(session.actions), metrics=dict(session.metrics))
+      entry.update(history=list(session.history), segment_starts=list(session.segment_starts))
       entry.update({name: np.asarray(getattr(session, name), dtype) for name, dtype in _ARRAYS.items()})
       if session.ticket in partials:
         entry['partial'] = list(partials[session.ticket])
@@ -476,6 +515,7 @@ class RolloutEngine:
     for entry in state['sessions']:
       session = Session(task=task_of(int(entry['prompt_id']), int(entry['attempt'])), **{name: entry[name] for name in _SAVED})
       session.actions, session.metrics = list(session.actions), dict(session.metrics)
+      session.history, session.segment_starts = [dict(m) for m in session.history], list(session.segment_starts)
       for name in _ARRAYS:
         setattr(session, name, entry[name].tolist())
       self._sessions[session.ticket] = session
@@ -489,16 +529,27 @@ class RolloutEngine:
         self._call(session, due_s=entry.get('due_s'))
 
 
-def first_ids(conversation: Conversation, observation: Observation) -> list[int]:
-  """Ids of the prompt: the messages of the first observation, or its text."""
-  return list(conversation.first(observation.messages or observation.text))
+def next_turn(
+    conversation: Conversation, history: Sequence[Mapping[str, Any]], text: str, observation: Observation, stop_id: int | None,
+    tools: Sequence[Mapping[str, Any]],
+) -> Continuation:
+  """What goes between two turns, from the observation's messages, or its text."""
+  return conversation.follow(history, text, observation.messages or observation.text, stop_id=stop_id, tools=tools)
 
 
-def next_ids(conversation: Conversation, observation: Observation, *, ended_with_stop_token: bool) -> list[int]:
-  """Ids between two turns. Raises ValueError for an observation of several messages, which no format here can append."""
-  if len(observation.messages) > 1:
-    raise ValueError(f'An observation between two turns is one message, got {len(observation.messages)}.')
-  if observation.messages:
-    message = observation.messages[0]
-    return list(conversation.then_observation(message['content'], ended_with_stop_token=ended_with_stop_token, role=message['role']))
-  return list(conversation.then_observation(observation.text, ended_with_stop_token=ended_with_stop_token))
+def actor(conversation: Conversation, tools: Sequence[Mapping[str, Any]]) -> Callable[[Environment, str], StepResult]:
+  """How a turn's text steps an environment: as text, or as the tool calls in it where there are `tools`.
+
+  Raises:
+    ValueError: `tools` are no JSON-schema functions.
+  """
+  if not tools:
+    return lambda environment, text: environment.step(text)
+  tool_calls.check_tools(tools)
+  form, lead, tools = conversation.tool_format, conversation.lead, tuple(tools)
+
+  def act(environment: Environment, text: str) -> StepResult:
+    parsed = tool_calls.parse(tool_calls.after_thinking(lead + text), form, tools)
+    return environment.step_calls(parsed.calls, parsed.text)
+
+  return act

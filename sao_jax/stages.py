@@ -12,14 +12,14 @@ from typing import Sequence
 
 import numpy as np
 
-from sao_jax import prng
-from sao_jax.batching import make_batch
+from sao_jax import prng, tool_calls
 from sao_jax.checkpoint import load_rollouts, save_rollouts
 from sao_jax.data import PromptStream
 from sao_jax.environments.base import EnvironmentFailure, Task
 from sao_jax.metrics import rollout_metrics
+from sao_jax.models.conversation import as_messages
 from sao_jax.parts import Parts
-from sao_jax.rollouts import Call, FailureShare, first_ids, next_ids
+from sao_jax.rollouts import Call, FailureShare, actor, next_turn
 from sao_jax.run import Run
 from sao_jax.types import Rollout
 
@@ -32,9 +32,7 @@ def sft(run: Run) -> None:
   demonstrations = record_demonstrations(run.parts, settings.demonstrations)
   for step in range(run.progress.stage_step, settings.steps):
     batch = pick(demonstrations, settings.batch_size, run.config.seed, 'sft', step)
-    padded = make_batch(
-        batch, lengths=run.config.learner.lengths, batch_size=settings.batch_size, pad_id=run.parts.tokenizer.pad_id)
-    run.state, metrics = run.parts.learner.sft_update(run.state, padded)
+    run.state, metrics = run.parts.learner.sft_update(run.state, run.parts.make_batch(batch, settings.batch_size))
     run.step_done(metrics, total=settings.steps)
     run.save_if_due()
 
@@ -49,8 +47,7 @@ def value_pretrain(run: Run) -> None:
   steps = settings.epochs * max(1, len(rollouts) // size)
   for step in range(run.progress.stage_step, steps):
     batch = pick(rollouts, size, run.config.seed, 'value_pretrain', step)
-    padded = make_batch(batch, lengths=run.config.learner.lengths, batch_size=size, pad_id=run.parts.tokenizer.pad_id)
-    run.state, metrics = run.parts.learner.value_update(run.state, padded)
+    run.state, metrics = run.parts.learner.value_update(run.state, run.parts.make_batch(batch, size))
     run.step_done(metrics, total=steps)
     run.save_if_due()
 
@@ -93,20 +90,22 @@ def record_demonstrations(parts: Parts, count: int) -> list[Rollout]:
     parts.progress_bar.line(f'{count - len(rollouts)} of {count} demonstrations were lost to failures of their environment')
   if not rollouts:
     raise RuntimeError(f'All {count} demonstrations were lost to failures of their environment; the last one: {results[-1].error}')
-  longest = max(rollouts, key=lambda r: r.length)
-  if longest.length > parts.max_length:
+  longest = max(rollouts, key=lambda r: r.longest_segment)
+  if longest.longest_segment > parts.max_length:
     raise ValueError(
-        f'The demonstration of prompt {longest.prompt_id} has {longest.length} tokens; {parts.max_length} fit (task.max_tokens, '
+        f'The demonstration of prompt {longest.prompt_id} has {longest.longest_segment} tokens; {parts.max_length} fit (task.max_tokens, '
         'model.max_length).')
   return rollouts
 
 
-def _play(parts: Parts, prompt_id: int, task: Task, actions: Sequence[str]) -> Rollout:
+def _play(parts: Parts, prompt_id: int, task: Task, actions: Sequence[str | tool_calls.Turn]) -> Rollout:
   """Plays a demonstration in an environment of its own; ends with the episode, or with the last action."""
-  environment, form, encode = parts.make_environment(), parts.conversation, parts.tokenizer.encode
-  closing = [form.stop_ids[0]] if environment.conversation == 'chat' else []  # In a chat, a turn ends with a stop token.
-  tokens = first_ids(form, environment.reset(task))
-  mask, turns = [False] * len(tokens), [0] * len(tokens)
+  environment, form = parts.make_environment(), parts.conversation
+  tools, act = tuple(environment.tools), actor(form, environment.tools)
+  observation = environment.reset(task)
+  history = as_messages(observation.messages or observation.text)
+  tokens = list(form.first(observation.messages or observation.text, tools))
+  mask, turns, starts = [False] * len(tokens), [0] * len(tokens), [0]
   metrics: dict[str, float] = {}
   reward, terminated = 0.0, False
 
@@ -116,14 +115,22 @@ def _play(parts: Parts, prompt_id: int, task: Task, actions: Sequence[str]) -> R
     turns.extend([turn] * len(ids))
 
   for turn, action in enumerate(actions):
-    add(encode(action, parse_special=False) + closing, turn, True)
-    step = environment.step(action)
+    text = action if isinstance(action, str) else tool_calls.write(action, form.tool_format)
+    step = act(environment, text)
+    answer = step.observation.messages
+    ids = form.turn_ids(text, answer[0]['role'] if answer else 'user')
+    add(ids, turn, True)
     reward, terminated = reward + step.reward, step.terminated
     metrics.update(step.metrics)
     if terminated or step.truncated:
       break
     if turn + 1 < len(actions):
-      add(next_ids(form, step.observation, ended_with_stop_token=bool(closing)), turn, False)
+      follow = next_turn(form, history, text, step.observation, ids[-1] if environment.conversation == 'chat' else None, tools)
+      history = follow.history
+      if follow.rewritten and len(starts) == parts.config.task.max_segments:
+        break
+      starts += [len(tokens)] * follow.rewritten
+      add(follow.ids, turn, False)
   environment.close()
   mask_array = np.asarray(mask, bool)
   rewards = np.zeros(len(tokens), np.float32)
@@ -132,7 +139,7 @@ def _play(parts: Parts, prompt_id: int, task: Task, actions: Sequence[str]) -> R
       tokens=np.asarray(tokens, np.int32), action_mask=mask_array, behaviour_log_prob=np.zeros(len(tokens), np.float32),
       policy_version=np.where(mask_array, 0, -1).astype(np.int32), reward=rewards, turn=np.asarray(turns, np.int32),
       ending='terminated' if terminated else 'truncated', stop_reason='answer' if terminated else 'environment_limit',
-      prompt_id=prompt_id, attempt=0, environment=environment.name, metrics=metrics)
+      prompt_id=prompt_id, attempt=0, environment=environment.name, metrics=metrics, segment_starts=tuple(starts))
 
 
 def recorded_rollouts(run: Run, count: int) -> list[Rollout]:

@@ -17,7 +17,7 @@ Params = dict[str, jax.Array]  # Flat: dotted path -> array, e.g. 'trunk.layers.
 ENDINGS = ('terminated', 'truncated')
 STOP_REASONS = (
     'answer',  # The environment said that the episode is over (terminated).
-    'max_turns', 'max_turn_tokens', 'max_tokens', 'context', 'time_limit', 'environment_limit',  # All truncated.
+    'max_turns', 'max_turn_tokens', 'max_tokens', 'context', 'time_limit', 'environment_limit', 'max_segments',  # All truncated.
 )
 
 
@@ -26,6 +26,13 @@ class Rollout:
   """One finished trajectory, one row per token position.
 
   Position `t` of every per-token array belongs to `tokens[t]`; `action_mask` selects what the policy sampled (stop tokens included).
+
+  Where the chat template rewrote the history, the trajectory has several segments, one after the other in every array: each begins with the
+  whole conversation as it was shown from there on (no actions), and is a sequence of its own for the model. All share ticket, prompt and
+  outcome, and the rollout counts once wherever rollouts are counted.
+
+      segment_starts (0, 5)   tokens       p p a a a | p p p o a a      p prompt or history, a action, o observation
+                              action_mask  . . 1 1 1 | . . . . 1 1
 
   Attributes:
     tokens: i32[T], prompt and everything after it.
@@ -42,6 +49,7 @@ class Rollout:
     metrics: numbers that the environment reported, e.g. {'success': 1.0}.
     ticket: number of the admission ticket, unique in a run.
     started_s, finished_s: run clock, seconds.
+    segment_starts: positions where segments begin, ascending from 0.
   """
 
   tokens: np.ndarray
@@ -59,10 +67,22 @@ class Rollout:
   ticket: int = -1
   started_s: float = 0.0
   finished_s: float = 0.0
+  segment_starts: tuple[int, ...] = (0,)
 
   @property
   def length(self) -> int:
+    """Positions of all segments."""
     return int(self.tokens.shape[0])
+
+  @property
+  def segments(self) -> list[tuple[int, int]]:
+    """(start, stop) of every segment."""
+    return list(zip(self.segment_starts, (*self.segment_starts[1:], self.length)))
+
+  @property
+  def longest_segment(self) -> int:
+    """Positions of the longest segment: what one sequence of the model must hold."""
+    return max(stop - start for start, stop in self.segments)
 
   @property
   def num_actions(self) -> int:
@@ -81,7 +101,7 @@ class Rollout:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-  """A padded batch for the learner; rows beyond the last rollout are empty (all masks False).
+  """A padded batch for the learner, a row for each segment of each rollout; rows beyond the last are empty (all masks False).
 
   Attributes:
     tokens: i32[B, T].

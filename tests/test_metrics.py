@@ -87,7 +87,8 @@ def test_a_rollout_counts_once_however_many_turns_it_has():
   values = {name: metrics.value_of(stat) for name, stat in metrics.rollout_metrics([good, bad]).items()}
   assert values == {
       'reward/mean': 0.5, 'reward/mean_all': 0.5, 'reward/success': 0.5, 'rollout/length_mean': 6.0, 'rollout/length_max': 10.0,
-      'rollout/action_tokens': 5.0, 'rollout/turns': 5.0, 'rollout/truncated_fraction': 0.5, 'environment/tool_calls': 9.0}
+      'rollout/action_tokens': 5.0, 'rollout/segments': 1.0, 'rollout/turns': 5.0, 'rollout/truncated_fraction': 0.5,
+      'environment/tool_calls': 9.0}
 
 
 def test_errored_rollouts_count_in_all_and_only_there():

@@ -3,13 +3,16 @@
 import json
 import pathlib
 import random
+import shutil
 
 from hypothesis import given, settings, strategies as st
 import pytest
+import tokenizers as library
 
 from sao_jax.config import ModelConfig
 from sao_jax.models import files
 from sao_jax.models import tokenizers
+from tests import tokenizer_factory as factory
 
 REFERENCE = json.loads((pathlib.Path(__file__).parent / 'goldens' / 'smollm2_reference.json').read_text())
 
@@ -117,14 +120,14 @@ def test_folder_round_trip(smollm2, tmp_path):
 
 
 def test_folder_errors(smollm2, tmp_path):
-  with pytest.raises(ValueError, match='tokenizer_config.json is missing'):
+  with pytest.raises(ValueError, match='tokenizer.json is missing'):
+    tokenizers.from_folder(tmp_path)
+  (tmp_path / 'tokenizer.model').write_bytes(b'x')
+  with pytest.raises(ValueError, match='tokenizer.json is missing.*has tokenizer.model; make the other from it'):
     tokenizers.from_folder(tmp_path)
   smollm2.save(tmp_path)
   (tmp_path / 'tokenizer.json').write_text('{"version": "1.0"')
   with pytest.raises(ValueError, match='cannot be read as a tokenizer'):
-    tokenizers.from_folder(tmp_path)
-  (tmp_path / 'tokenizer.json').unlink()
-  with pytest.raises(ValueError, match='tokenizer.json is missing'):
     tokenizers.from_folder(tmp_path)
   (tmp_path / 'tokenizer_config.json').write_text('[]')
   with pytest.raises(ValueError, match='must hold a JSON object'):
@@ -149,3 +152,162 @@ def test_ids_that_only_pad_the_embedding_have_no_text():
     tokenizer.token_bytes(264)
   with pytest.raises(ValueError, match='at least 259'):
     tokenizers.ByteTokenizer(258)
+
+
+# --- Hugging Face folders --------------------------------------------------------------------------------------------------------
+
+
+def small(folder, special=('<s>', '</s>'), markup=(), **files_):
+  return tokenizers.from_folder(factory.write_folder(folder, factory.small_backend(special, markup), **files_))
+
+
+def test_qwen3_folder():
+  qwen = factory.qwen3()
+  assert (qwen.vocab_size, qwen.stop_ids, qwen.pad_id, qwen.names['eos_token']) == (151669, (151645,), 151643, '<|im_end|>')
+  text = 'naïve 你好 12345 <|im_end|>\n<tool_call>{"a": 1}</tool_call> 🎉'
+  ids = qwen.encode(text)
+  assert {151645, 151657, 151658} <= set(ids) and qwen.decode(ids) == text
+  plain = qwen.encode(text, parse_special=False)
+  assert max(plain) < 151643 and qwen.decode(plain) == text  # Neither special tokens nor markup, whatever the text says.
+  oracle = library.Tokenizer.from_file(str(factory.qwen3_folder() / 'tokenizer.json'))
+  assert ids == oracle.encode(text, add_special_tokens=False).ids
+  for i in range(0, 151643, 997):
+    assert qwen.decode([i]) == oracle.decode([i], skip_special_tokens=False)
+  assert qwen.split('a<think>b<|im_end|>', markup_only=True) == ['a', 151667, 'b<|im_end|>']
+
+
+def test_only_tokenizer_json_is_needed_beside_a_stop_id(tmp_path):
+  with pytest.raises(ValueError, match='no file names an eos token'):
+    small(tmp_path / 'none')
+  found = small(tmp_path / 'config', config={'eos_token_id': 441, 'vocab_size': 500})
+  assert (found.stop_ids, found.pad_id, found.chat_template, found.vocab_size) == ((441,), 441, '', 442)
+  found = small(tmp_path / 'map', special_tokens_map={'eos_token': {'content': '</s>'}, 'bos_token': '<s>'})
+  assert found.stop_ids == (441,) and found.names == {'eos_token': '</s>', 'bos_token': '<s>'}
+
+
+def test_several_stop_ids_and_the_pad_id(tmp_path):
+  special = ('<s>', '</s>', '<|eot|>', '<|pad|>')
+  found = small(
+      tmp_path / 'a', special, tokenizer_config={'eos_token': '<|eot|>'}, generation_config={'eos_token_id': [441, 442], 'pad_token_id': 443},
+      config={'eos_token_id': 441})
+  assert (found.stop_ids, found.pad_id) == ((442, 441), 443)  # The tokenizer's own first, each once.
+  found.save(tmp_path / 'a')
+  again = tokenizers.from_folder(tmp_path / 'a')
+  assert (again.stop_ids, again.pad_id, again.specials) == (found.stop_ids, found.pad_id, found.specials)
+  equal = small(tmp_path / 'b', special, tokenizer_config={'eos_token': '</s>', 'pad_token': '</s>'})
+  assert equal.pad_id == equal.stop_ids[0] == 441
+  nested = small(tmp_path / 'c', special, config={'text_config': {'eos_token_id': [441]}})
+  assert nested.stop_ids == (441,)
+
+
+def test_tokens_that_only_the_settings_know_are_added(tmp_path):
+  found = small(tmp_path, tokenizer_config={
+      'eos_token': '<|end|>', 'added_tokens_decoder': {'441': {'content': '</s>'}, '442': {'content': '<|end|>', 'special': True}}})
+  assert found.stop_ids == (442,) and found.encode('a<|end|>')[-1] == 442 and 442 not in found.encode('<|end|>', parse_special=False)
+
+
+def test_the_template_of_several_and_of_its_own_file(tmp_path):
+  settings_ = {'eos_token': '</s>', 'chat_template': [{'name': 'default', 'template': 'D'}, {'name': 'rag', 'template': 'R'}]}
+  assert small(tmp_path, tokenizer_config=settings_).chat_template == 'D'
+  (tmp_path / 'chat_template.jinja').write_text('J')
+  assert tokenizers.from_folder(tmp_path).chat_template == 'J'
+
+
+@pytest.mark.parametrize('files_, message', [
+    (dict(tokenizer_config={'eos_token': '<|none|>'}), "eos_token '<|none|>', which is not in the vocabulary"),
+    (dict(tokenizer_config={'eos_token': '</s>', 'pad_token': 7}), 'pad_token 7, which is not'),
+    (dict(generation_config={'eos_token_id': ['</s>']}), 'eos_token_id must be an id or a list of ids'),
+    (dict(generation_config={'eos_token_id': 999}), 'stop id 999 is outside the vocabulary 0..441'),
+    (dict(config={'eos_token_id': 441, 'pad_token_id': 9999}), 'pad id 9999 is outside'),
+    (dict(tokenizer_config={'eos_token': '</s>', 'added_tokens_decoder': {'500': {'content': '<x>'}}}), "'<x>' the id 500, tokenizer.json makes it"),
+    (dict(tokenizer_config={'eos_token': '</s>', 'chat_template': 3}), 'chat_template must be a text'),
+    (dict(tokenizer_config={'eos_token': '</s>', 'chat_template': [{'name': 'rag', 'template': 'R'}]}), 'none is named default'),
+    (dict(tokenizer_config=[1]), 'must hold a JSON object'),
+])
+def test_wrong_folders(tmp_path, files_, message):
+  with pytest.raises(ValueError, match=message.replace('|', r'\|')):
+    small(tmp_path, **files_)
+
+
+def test_a_tokenizer_larger_than_the_model(tmp_path):
+  folder = factory.write_folder(tmp_path, factory.small_backend(('</s>',)), tokenizer_config={'eos_token': '</s>'})
+  assert tokenizers.from_folder(folder, vocab_size=500).token_bytes(499) == b''
+  with pytest.raises(ValueError, match="the id 440 .'</s>'., but the vocabulary of the model has 440 rows"):
+    tokenizers.from_folder(folder, vocab_size=440)
+
+
+def test_kinds_without_exact_bytes_are_refused(tmp_path):
+  vocab = {'<unk>': 0, 'a': 1, 'b': 2, '</s>': 3}
+  models = {
+      'WordLevel': library.models.WordLevel(vocab, unk_token='<unk>'), 'WordPiece': library.models.WordPiece(vocab, unk_token='<unk>'),
+      'Unigram': library.models.Unigram([(t, -1.0) for t in vocab], unk_id=0), 'neither byte-level nor': library.models.BPE(vocab, []),
+      'no token for 256 of them': library.models.BPE(vocab, [], byte_fallback=True)}
+  for message, model in models.items():
+    folder = factory.write_folder(tmp_path / message[:5], library.Tokenizer(model), tokenizer_config={'eos_token': '</s>'})
+    with pytest.raises(ValueError, match=message):
+      tokenizers.from_folder(folder)
+
+
+def test_plain_added_tokens_keep_their_ids_without_the_control_tokens(tmp_path):
+  backend = factory.small_backend(('<s>', '</s>'))
+  backend.add_tokens([library.AddedToken('    ', normalized=False), library.AddedToken('<tool_call>', normalized=False)])
+  found = tokenizers.from_folder(factory.write_folder(tmp_path, backend, tokenizer_config={'eos_token': '</s>'}))
+  assert found.encode('a    b', parse_special=False) == backend.encode('a    b').ids and 442 in found.encode('a    b', parse_special=False)
+  assert found.markup == {'<tool_call>'} and set(found.specials) == {'<s>', '</s>', '<tool_call>'}
+
+
+# --- Sentencepiece-style BPE with byte fallback ------------------------------------------------------------------------------------
+
+
+def llama2_backend(prefix):
+  """A BPE with byte fallback; `prefix`: 'normalizer' (Llama 2), 'first' or 'always' (Metaspace), 'none' (Gemma)."""
+  pieces = ['<unk>', '<s>', '</s>', *(f'<0x{b:02X}>' for b in range(256)), '\u2581', 'a', 'b', 'c', '\u2581a', 'bc', '\u2581abc', 'é']
+  merges = [('\u2581', 'a'), ('b', 'c'), ('\u2581a', 'bc')]
+  backend = library.Tokenizer(library.models.BPE(
+      {p: i for i, p in enumerate(pieces)}, merges, unk_token='<unk>', fuse_unk=True, byte_fallback=True))
+  replace = library.normalizers.Replace(' ', '\u2581')
+  if prefix == 'normalizer':
+    backend.normalizer = library.normalizers.Sequence([library.normalizers.Prepend('\u2581'), replace])
+  elif prefix == 'none':
+    backend.normalizer = replace
+  else:
+    backend.pre_tokenizer = library.pre_tokenizers.Metaspace(prepend_scheme=prefix, split=False)
+  backend.decoder = library.decoders.Sequence([
+      library.decoders.Replace('\u2581', ' '), library.decoders.ByteFallback(), library.decoders.Fuse()])
+  backend.add_special_tokens(['<unk>', '<s>', '</s>'])
+  return backend
+
+
+@pytest.mark.parametrize('prefix', ['normalizer', 'first', 'always', 'none'])
+def test_byte_fallback(tmp_path, prefix):
+  backend = llama2_backend(prefix)
+  found = tokenizers.from_folder(factory.write_folder(tmp_path, backend, tokenizer_config={'eos_token': '</s>', 'bos_token': '<s>'}))
+  text = 'abc é\n🎉 abc'
+  blank = '' if prefix == 'none' else ' '
+  assert found.encode(text) == backend.encode(text).ids and found.decode(found.encode(text)) == blank + text
+  whole = '<s>abc</s>abc'
+  assert found.encode(whole) == backend.encode(whole, add_special_tokens=False).ids
+  # Runs put together give the ids of the whole; what is appended to text gets no blank of its own.
+  parts = found.split(whole)
+  assert [1, *found.encode_run(parts[1], after='special'), 2, *found.encode_run(parts[3], after='special')] == found.encode(whole)
+  for string in (text, 'abc', '\n', ' a'):
+    assert found.decode(found.encode_run(string, after='text')) == string
+  assert found.token_bytes(3 + 0x0A) == b'\n' and found.token_bytes(backend.token_to_id('\u2581abc')) == b' abc'
+  assert not set(found.encode('<s></s>', parse_special=False)) & {1, 2}
+
+
+def test_a_special_token_that_text_yields_is_refused(tmp_path):
+  backend = factory.small_backend()
+  piece = max((p for p in backend.get_vocab() if p.isascii()), key=len)
+  assert len(piece) > 2 and len(backend.encode(piece).ids) == 1
+  backend.add_special_tokens([piece, '</s>'])
+  folder = factory.write_folder(tmp_path, backend, tokenizer_config={'eos_token': '</s>'})
+  with pytest.raises(ValueError, match='Plain text yields the special token'):
+    tokenizers.from_folder(folder)
+
+
+def test_load_takes_a_folder_with_a_model_config(tmp_path):
+  shutil.copy(factory.qwen3_folder() / 'tokenizer.json', tmp_path)
+  (tmp_path / 'config.json').write_text(json.dumps({'vocab_size': 151936, 'eos_token_id': 151645}))
+  found = tokenizers.load(str(tmp_path))
+  assert (found.vocab_size, found.stop_ids, found.pad_id, found.token_bytes(151900)) == (151936, (151645,), 151645, b'')

@@ -8,7 +8,7 @@ Three endings are kept apart, since learning treats them differently:
   terminated  the task is over, solved or not; the reward is what it is and nothing is worth anything afterwards;
   truncated   a limit cut the episode; the state after it still has a value;
   failure     the environment itself broke (`EnvironmentFailure`); the rollout is dropped and counted, never given a reward of zero.
-What the policy does wrong is none of these: a malformed action gets an observation that says so.
+What the policy does wrong is none of these: a malformed action or tool call gets an observation that says so.
 
 Time limits are not an environment's business: the pool that calls it has them.
 """
@@ -21,9 +21,11 @@ import dataclasses
 import hashlib
 import math
 import threading
-from typing import Any, Awaitable, Coroutine, Mapping
+from typing import Any, Awaitable, Coroutine, Mapping, Sequence
 
 import numpy as np
+
+from sao_jax.tool_calls import ToolCall, ToolCallError, Turn
 
 SPLITS = ('train', 'test')
 CONVERSATIONS = ('raw', 'chat')
@@ -35,7 +37,10 @@ class EnvironmentFailure(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-  """What the policy sees next: `text` in a raw conversation, `messages` ({'role', 'content'} each) in a chat."""
+  """What the policy sees next: `text` in a raw conversation, `messages` ({'role', 'content'} each) in a chat.
+
+  A tool's result is a message of the role 'tool'; several messages may follow one turn.
+  """
 
   text: str = ''
   messages: tuple[Mapping[str, str], ...] = ()
@@ -93,6 +98,8 @@ class Environment:
     stop_strings: a turn of the policy ends with the first of these.
     has_demonstrations: `demonstration` is there.
     metric_names: what every `StepResult.metrics` holds; a rollout cut before its first step counts 0 for each.
+    tools: JSON-schema functions, {'type': 'function', 'function': {'name', 'description', 'parameters'}}, that the prompt tells of. With
+      them turns come to `step_calls` instead of `step`.
   """
 
   name: str = ''
@@ -101,6 +108,7 @@ class Environment:
   stop_strings: tuple[str, ...] = ()
   has_demonstrations: bool = False
   metric_names: tuple[str, ...] = ('success',)
+  tools: tuple[Mapping[str, Any], ...] = ()
 
   def sample_task(self, index: int, split: str, seed: int) -> Task:
     """The task at `index` of a split; the same arguments give the same task, and tasks of different splits differ."""
@@ -114,8 +122,19 @@ class Environment:
     """Continues the episode with the text of one turn, its stop string included. Raises EnvironmentFailure."""
     raise NotImplementedError(f'{type(self).__name__} has no step.')
 
-  def demonstration(self, task: Task, rng: np.random.Generator) -> list[str]:
-    """Texts of the actions of one demonstrated episode, in order; the environment's own settings say how good it is."""
+  def step_calls(self, calls: Sequence[ToolCall | ToolCallError], text: str) -> StepResult:
+    """Continues the episode with a turn of an environment with `tools`. Raises EnvironmentFailure.
+
+    Args:
+      calls: in order; a `ToolCall` names one of the tools, with arguments that fit its schema; a `ToolCallError` says what was wrong
+        with what should have been one, for the policy to be told.
+      text: what the turn says outside of calls and reasoning.
+    """
+    raise NotImplementedError(f'{type(self).__name__} has tools but no step_calls.')
+
+  def demonstration(self, task: Task, rng: np.random.Generator) -> list[str | Turn]:
+    """The actions of one demonstrated episode, in order: texts, or with tools `Turn`s, which are written in the form of the model's tool
+    calls; the environment's own settings say how good it is."""
     raise NotImplementedError(f'{type(self).__name__} has no demonstrations.')
 
   def close(self) -> None:
@@ -141,6 +160,9 @@ class AsyncEnvironment(Environment):
   async def step_async(self, action: str) -> StepResult:
     raise NotImplementedError(f'{type(self).__name__} has no step_async.')
 
+  async def step_calls_async(self, calls: Sequence[ToolCall | ToolCallError], text: str) -> StepResult:
+    raise NotImplementedError(f'{type(self).__name__} has no step_calls_async.')
+
   async def close_async(self) -> None:
     """Closes connections; runs on the object's own loop after its last call."""
 
@@ -149,6 +171,9 @@ class AsyncEnvironment(Environment):
 
   def step(self, action: str) -> StepResult:
     return self._run(self.step_async(action))
+
+  def step_calls(self, calls: Sequence[ToolCall | ToolCallError], text: str) -> StepResult:
+    return self._run(self.step_calls_async(calls, text))
 
   def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
     with self._lock:

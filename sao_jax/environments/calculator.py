@@ -16,6 +16,15 @@ Answers of the tool:
     \n?size\n12+7*3     the result would have more than `MAX_DIGITS` digits
 After `max_calls` calls without an answer the episode is cut (truncated).
 
+With `chat=True` the same task is a conversation with a tool, for models with a chat template: the user gives the expression, the policy
+calls
+
+    calculator(left: integer, operation: '+' | '-' | '*', right: integer)      any number of times in a turn, in the model's own form
+
+each call is answered by a `tool` message with what the tool answers above, and the final answer is a turn without calls that ends in
+`Answer: n`. Calls that are none (unknown tool, bad JSON, wrong types) and turns that neither call nor answer are malformed; they are
+answered by `error: ` and the reason.
+
 The policy's text is only ever matched against two regular expressions, never evaluated, and nothing longer than `MAX_ACTION` is looked at.
 """
 
@@ -27,6 +36,7 @@ from typing import Any, Sequence
 import numpy as np
 
 from sao_jax.environments import base
+from sao_jax.tool_calls import ToolCall, ToolCallError, Turn
 
 MAX_DIGITS = 12
 MAX_ACTION = 64  # Characters; the longest legal action has 2 * (MAX_DIGITS + 1) + 3.
@@ -36,6 +46,16 @@ NOISE_KINDS = ('order', 'early', 'digit')
 _NUMBER = r'(-?(?:0|[1-9][0-9]{0,%d}))' % (MAX_DIGITS - 1)
 _CALL = re.compile(r'\[%s([+\-*])%s\]' % (_NUMBER, _NUMBER))
 _ANSWER = re.compile(r'=%s\.' % _NUMBER)
+_CHAT_ANSWER = re.compile(r'Answer: %s\.?\s*' % _NUMBER)
+
+SYSTEM = (
+    'You work out arithmetic expressions step by step with the calculator, which does one operation a call and writes the result in its '
+    'place. When one number is left, reply with a line "Answer: " and that number.')
+TOOL = {'type': 'function', 'function': {
+    'name': 'calculator', 'description': 'Computes one operation and replaces it in the expression.', 'parameters': {
+        'type': 'object', 'required': ['left', 'operation', 'right'], 'properties': {
+            'left': {'type': 'integer'}, 'operation': {'type': 'string', 'enum': list(OPERATIONS)}, 'right': {'type': 'integer'}}}}}
+MAX_CALLS_A_TURN = 8  # Further calls of one turn are not looked at.
 
 Expression = list[int | str]  # Numbers, operators and parentheses in order, e.g. ['(', 12, '+', 7, ')', '*', 3].
 
@@ -91,6 +111,7 @@ class Calculator(base.Environment):
     max_calls: this many calls without an answer cut the episode.
     test_share: share of all expressions that belong to the test split, by a hash of the expression.
     demonstration_noise: probability of a mistake at each turn of a demonstration where one of `noise_kinds` is possible.
+    chat: a chat with tool calls instead of raw text.
     noise_kinds: mistakes of demonstrations, drawn uniformly among the possible ones: 'order' (an operation whose turn it is not, so that
       the value changes), 'early' (answers with the first number though operations are left), 'digit' (one digit miscopied).
   """
@@ -106,6 +127,7 @@ class Calculator(base.Environment):
       self, *, min_operations: int = 2, max_operations: int = 3, min_operand: int = 10, max_operand: int = 99, operators: str = '+-*',
       parentheses: float = 0.0, max_value: int = 9999, max_malformed: int = 2, max_calls: int = 12, test_share: float = 0.1,
       demonstration_noise: float = 0.3, noise_kinds: Sequence[str] = ('order', 'early'),
+      chat: bool = False,
   ):
     base.check_range('min_operations', min_operations, 1, 8)
     base.check_range('max_operations', max_operations, min_operations, 8)
@@ -121,6 +143,10 @@ class Calculator(base.Environment):
       raise ValueError(f'operators must be one or more of {"".join(OPERATIONS)}, got {operators!r}.')
     if isinstance(noise_kinds, str) or not set(noise_kinds) <= set(NOISE_KINDS) or not noise_kinds:
       raise ValueError(f'noise_kinds must be a list of one or more of {", ".join(NOISE_KINDS)}, got {noise_kinds!r}.')
+    if not isinstance(chat, bool):
+      raise ValueError(f'chat must be True or False, got {chat!r}.')
+    if chat:
+      self.conversation, self.tools, self.stop_strings = 'chat', (TOOL,), ()
     self.operations = (min_operations, max_operations)
     self.operands = (min_operand, max_operand)
     self.operators = ''.join(sorted(set(operators)))
@@ -162,6 +188,8 @@ class Calculator(base.Environment):
     self._expression = list(task.data['expression'])
     self._answer = int(task.data['answer'])
     self._metrics = dict.fromkeys(self.metric_names, 0.0) | {'operations': float(task.data['operations'])}
+    if self.tools:
+      return base.Observation(messages=({'role': 'system', 'content': SYSTEM}, {'role': 'user', 'content': text_of(self._expression)}))
     return base.Observation('\n' + text_of(self._expression))
 
   def step(self, action: str) -> base.StepResult:
@@ -189,20 +217,56 @@ class Calculator(base.Environment):
     self._metrics |= {'success': float(right), 'answered_directly': float(direct), 'direct_success': float(direct and right)}
     return self._result('', reward=float(right), terminated=True)
 
+  def step_calls(self, calls: Sequence[ToolCall | ToolCallError], text: str) -> base.StepResult:
+    if self._expression is None:
+      raise RuntimeError('step_calls was called without a running episode; call reset first.')
+    if not calls:
+      answer = _CHAT_ANSWER.fullmatch(text[text.rfind('Answer: '):]) if 'Answer: ' in text else None
+      if answer:
+        return self._finish(int(answer[1]) == self._answer)
+      self._metrics['malformed'] += 1
+      return self._replies([('user', 'error: call the calculator, or end with "Answer: " and a number')])
+    replies = []
+    for call in calls[:MAX_CALLS_A_TURN]:
+      if isinstance(call, ToolCallError):
+        self._metrics['malformed'] += 1
+        replies.append(('tool', f'error: {call.reason[:200]}'))
+      else:
+        a = call.arguments
+        replies.append(('tool', self._compute(a['left'], a['operation'], a['right']).lstrip('\n')))
+    if len(calls) > MAX_CALLS_A_TURN:
+      replies.append(('tool', f'error: at most {MAX_CALLS_A_TURN} calls a turn, the others were left out'))
+    return self._replies(replies)
+
+  def _replies(self, replies: list[tuple[str, str]]) -> base.StepResult:
+    """(role, text) of every message that answers a turn; the last malformed action or call allowed ends the episode."""
+    ended = self._metrics['malformed'] >= self.max_malformed
+    cut = not ended and self._metrics['tool_calls'] >= self.max_calls
+    if ended or cut:
+      self._expression = None
+    messages = tuple({'role': role, 'content': text} for role, text in replies)
+    return base.StepResult(base.Observation(messages=messages), terminated=ended, truncated=cut, metrics=dict(self._metrics))
+
   def _call(self, left: int, operator: str, right: int) -> base.StepResult:
-    self._metrics['tool_calls'] += 1
+    reply = self._compute(left, operator, right)
     truncated = self._metrics['tool_calls'] >= self.max_calls
-    result = OPERATIONS[operator](left, right)
+    return self._result(reply.removesuffix('\n' + text_of(self._expression)), truncated=truncated)
+
+  def _compute(self, left: int, operator: str, right: int) -> str:
+    """Does one operation; the tool's answer, as the module's text gives it."""
+    self._metrics['tool_calls'] += 1
+    sized = max(abs(left), abs(right)) < 10**MAX_DIGITS
+    result = OPERATIONS[operator](left, right) if sized else 10**MAX_DIGITS
     if abs(result) >= 10**MAX_DIGITS:
-      return self._result('\n?size', truncated=truncated)
+      return '\n?size\n' + text_of(self._expression)
     fits = [i for i in places(self._expression) if self._expression[i:i + 3] == [left, operator, right]]
     if not fits:
       self._metrics['unused_calls'] += 1
-      return self._result(f'\n{result}?', truncated=truncated)
+      return f'\n{result}?\n{text_of(self._expression)}'
     reduced = [reduce_at(self._expression, i) for i in fits]
     value = value_of(self._expression)
     self._expression = next((e for e in reduced if value_of(e) == value), reduced[0])
-    return self._result('', truncated=truncated)
+    return '\n' + text_of(self._expression)
 
   def _result(self, note: str, **ending: Any) -> base.StepResult:
     observation = base.Observation(note + '\n' + text_of(self._expression))
@@ -210,8 +274,12 @@ class Calculator(base.Environment):
       self._expression = None
     return base.StepResult(observation, metrics=dict(self._metrics), **ending)
 
-  def demonstration(self, task: base.Task, rng: np.random.Generator) -> list[str]:
+  def demonstration(self, task: base.Task, rng: np.random.Generator) -> list[str | Turn]:
     """Actions of a scripted expert that makes a mistake of `noise_kinds` with probability `demonstration_noise` at each turn."""
+    actions = self._expert(task, rng)
+    return [_as_turn(action) for action in actions] if self.tools else actions
+
+  def _expert(self, task: base.Task, rng: np.random.Generator) -> list[str]:
     expression, actions = list(task.data['expression']), []
     while True:
       mistakes = self._mistakes(expression)
@@ -230,6 +298,13 @@ class Calculator(base.Environment):
   def _mistakes(self, expression: Expression) -> list[str]:
     possible = {'order': bool(_changing(expression)), 'early': len(expression) > 1, 'digit': True}
     return [kind for kind in self.noise_kinds if possible[kind]]
+
+
+def _as_turn(action: str) -> Turn:
+  """An action of the raw form as a turn of the chat."""
+  if call := _CALL.fullmatch(action):
+    return Turn(calls=(('calculator', {'left': int(call[1]), 'operation': call[2], 'right': int(call[3])}),))
+  return Turn(f'Answer: {action[1:-1]}')
 
 
 def _changing(expression: Expression) -> list[int]:

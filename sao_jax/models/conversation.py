@@ -5,20 +5,48 @@ that go between two of its turns:
 
     <|im_start|>user\\nWhat is 1+2?<|im_end|>\\n<|im_start|>assistant\\n   first(...)
     3.<|im_end|>                                                        sampled, the end token too
-    \\n<|im_start|>user\\nAnd 2+2?<|im_end|>\\n<|im_start|>assistant\\n     then_observation(...)
+    \\n<|im_start|>user\\nAnd 2+2?<|im_end|>\\n<|im_start|>assistant\\n     follow(...)
 
-Text from users and environments never yields special ids: `<|im_end|>` in an observation is tokenized as the characters it is written with.
+What goes between is the difference of two renderings of the model's chat template: of the history up to the turn, and of the history with
+the turn and the new messages. That is right where the first, and after it the turn as it was said, begin the second (blanks apart).
+Otherwise the template rewrites history: Qwen3 drops the reasoning of earlier turns when a user speaks again. Then `Continuation.rewritten`
+is True and its ids are the whole conversation, rendered afresh: a new segment of the rollout begins.
+
+Text from users and environments never yields control tokens: `<|im_end|>` in an observation is tokenized as the characters it is written
+with. Work for a turn: the new text is tokenized once; the template runs over the messages with their contents hidden
+(`chat_template.py`), which costs by the number of messages, not their length, and is remembered by the shape of the conversation.
 """
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import functools
+import json
+import re
 from typing import Any, Mapping, Protocol, Sequence
 
-from sao_jax.models import files
+from sao_jax import tool_calls
+from sao_jax.models.chat_template import NAME, ChatTemplate, Hidden, Message, hide
 from sao_jax.models.tokenizers import Tokenizer
 
-Message = Mapping[str, str]  # {'role': 'system' | 'user' | 'assistant', 'content': text}
 KINDS = ('raw', 'chat')
+Tools = Sequence[Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Continuation:
+  """What follows a turn of the policy.
+
+  Attributes:
+    ids: to append to the sequence; of the whole conversation where it is `rewritten`.
+    rewritten: the template shows the history otherwise than it was sampled; `ids` begin a new segment.
+    history: the messages so far, for the next call.
+  """
+
+  ids: list[int]
+  rewritten: bool
+  history: list[dict[str, Any]]
 
 
 class Conversation(Protocol):
@@ -26,103 +54,255 @@ class Conversation(Protocol):
 
   Attributes:
     stop_ids: ids that end a turn of the policy.
+    tool_format: how its tool calls are written, one of `tool_calls.FORMATS`.
+    lead: what the header of a turn says in the policy's name, e.g. '<think>\\n'; a turn's whole text begins with it.
   """
 
   stop_ids: tuple[int, ...]
+  tool_format: str
+  lead: str
 
-  def first(self, messages: str | Sequence[Message]) -> list[int]:
+  def first(self, messages: str | Sequence[Message], tools: Tools = ()) -> list[int]:
     """Ids of the prompt, ending right where the policy speaks. A plain text is one message of the user."""
     ...
 
-  def then_observation(self, text: str, *, ended_with_stop_token: bool, role: str = 'user') -> list[int]:
-    """Ids that follow a turn of the policy: the rest of its turn, the message, and the header of its next turn."""
+  def follow(
+      self, history: Sequence[Message], text: str, messages: str | Sequence[Message], *, stop_id: int | None, tools: Tools = ()
+  ) -> Continuation:
+    """What follows a turn: the rest of it, the new messages, and the header of the next turn.
+
+    Args:
+      history: messages before the turn: those of the prompt, or of the last `Continuation`.
+      text: what the policy said, without the stop token.
+      messages: new ones, at least one; a plain text is one message of the user.
+      stop_id: the stop token that ended the turn, None where something else did.
+      tools: as for `first`.
+    """
+    ...
+
+  def turn_ids(self, text: str, next_role: str = 'user') -> list[int]:
+    """Ids of a turn as a demonstrator writes it, its stop token included; `next_role` speaks after it."""
     ...
 
 
+def as_messages(messages: str | Sequence[Message]) -> list[dict[str, Any]]:
+  """The messages; a plain text is one of the user."""
+  return [{'role': 'user', 'content': messages}] if isinstance(messages, str) else [dict(m) for m in messages]
+
+
 class RawConversation:
-  """Text as it is, with nothing around it; a turn of the policy ends with the tokenizer's stop id."""
+  """Text as it is, with nothing around it; a turn of the policy ends with the tokenizer's stop id or with a stop string."""
+
+  tool_format = 'hermes'
+  lead = ''
 
   def __init__(self, tokenizer: Tokenizer):
     self._tokenizer = tokenizer
     self.stop_ids = tokenizer.stop_ids
 
-  def first(self, messages: str | Sequence[Message]) -> list[int]:
-    text = messages if isinstance(messages, str) else ''.join(m['content'] for m in messages)
+  def first(self, messages: str | Sequence[Message], tools: Tools = ()) -> list[int]:
+    del tools  # The environment's own text tells of them.
+    text = ''.join(m['content'] for m in as_messages(messages))
     if not text:
       raise ValueError('A raw prompt must hold some text, got none.')
-    return self._tokenizer.encode(text, parse_special=False)
+    return self._tokenizer.encode_run(text, after='start')
 
-  def then_observation(self, text: str, *, ended_with_stop_token: bool, role: str = 'user') -> list[int]:
-    del ended_with_stop_token, role  # Raw text marks neither turns nor speakers.
-    return self._tokenizer.encode(text, parse_special=False)
+  def follow(
+      self, history: Sequence[Message], text: str, messages: str | Sequence[Message], *, stop_id: int | None, tools: Tools = ()
+  ) -> Continuation:
+    del history, text, tools  # Raw text marks neither turns nor speakers.
+    new = ''.join(m['content'] for m in as_messages(messages))
+    return Continuation(self._tokenizer.encode_run(new, after='text' if stop_id is None else 'special'), False, [])
+
+  def turn_ids(self, text: str, next_role: str = 'user') -> list[int]:
+    del next_role
+    return self._tokenizer.encode_run(text, after='text')
 
 
-class ChatMLConversation:
-  """`<|im_start|>role\\ncontent<|im_end|>\\n` for every message, as the template of the model says.
+class ChatConversation:
+  """The chat template of the tokenizer. Ids of a prompt are those of the template's whole text, tokenized at once."""
 
-  The template is not run on conversations. It is run on two probes, when the format is made, to learn the system message that it adds
-  where there is none, and to make sure that it is ChatML. Ids equal those of the template's whole text, tokenized at once.
-  """
-
-  def __init__(self, tokenizer: Tokenizer):
+  def __init__(self, tokenizer: Tokenizer, settings: Mapping[str, Any] | None = None):
+    """Raises ValueError where there is no template, or it cannot render a plain conversation."""
+    if not tokenizer.chat_template:
+      raise ValueError("The tokenizer has no chat template; use the 'raw' conversation.")
     self._tokenizer = tokenizer
-    self._default_system = _default_system(tokenizer.chat_template)
-    self._start, self._end = tokenizer.special_id('<|im_start|>'), tokenizer.special_id('<|im_end|>')
-    self._newline = tokenizer.encode('\n', parse_special=False)
-    self.stop_ids = (self._end,)
+    self._template = ChatTemplate(tokenizer.chat_template, names=tokenizer.names, settings=settings or {})
+    if NAME.search(tokenizer.chat_template):
+      raise ValueError('The chat template holds text like the names that stand for contents here.')
+    names = sorted(tokenizer.specials, key=len, reverse=True)
+    self._control = re.compile('|'.join([*map(re.escape, names), NAME.pattern]))  # A text that looks like one of our names is text, too.
+    self.tool_format = 'glm' if '<arg_key>' in tokenizer.chat_template else 'hermes'
+    self.lead = self._lead()
+    self._renders_tools = self._knows_tools()
+    self.stop_ids = tokenizer.stop_ids
+    closing = self._closing('user')
+    if closing is not None:
+      self.stop_ids = tuple(dict.fromkeys((closing, *tokenizer.stop_ids)))
 
-  def _message(self, role: str, content: str) -> list[int]:
-    # Role and content are one text: a content that starts with a newline may share a token with the header's.
-    return [self._start, *self._tokenizer.encode(f'{role}\n{content}', parse_special=False), self._end, *self._newline]
+  # --- What the template is like -----------------------------------------------------------------------------------------------
 
-  def _header(self) -> list[int]:
-    return [self._start, *self._tokenizer.encode('assistant\n', parse_special=False)]
+  def _probe(self, roles: Sequence[str], *, generation: bool) -> str:
+    return self._template.render(hide([{'role': r, 'content': 'x'} for r in roles]).messages, generation=generation)
 
-  def first(self, messages: str | Sequence[Message]) -> list[int]:
-    messages = [{'role': 'user', 'content': messages}] if isinstance(messages, str) else list(messages)
+  def _lead(self) -> str:
+    """The part of a turn that its header says already: from `<think>` on, if it is there."""
+    opening, whole = self._probe(['user'], generation=False), self._probe(['user'], generation=True)
+    if len(NAME.findall(whole)) != 1:
+      raise ValueError('The chat template does not show a message of the user once, as it must.')
+    header = whole[len(opening):] if whole.startswith(opening) else NAME.split(whole)[-1]
+    return header[header.index(tool_calls.THINK):] if tool_calls.THINK in header else ''
+
+  def _knows_tools(self) -> bool:
+    """Whether the template tells of tools itself."""
+    probe = {'type': 'function', 'function': {'name': 'q7zprobe', 'description': '', 'parameters': {'type': 'object', 'properties': {}}}}
+    messages = hide([{'role': 'user', 'content': 'x'}]).messages
+    try:
+      return 'q7zprobe' in self._template.render(messages, tools=[probe], generation=True)
+    except ValueError:
+      return False
+
+  @functools.lru_cache(maxsize=None)
+  def _closing(self, next_role: str) -> int | None:
+    """The control token that ends a turn before a message of `next_role`; None where other text does."""
+    try:
+      text = self._probe(['user', 'assistant', next_role], generation=True)
+    except ValueError:
+      if next_role == 'user':
+        raise
+      return self._closing('user')
+    names = NAME.findall(text)
+    if len(names) < 3:
+      return None if next_role == 'user' else self._closing('user')
+    first = self._tokenizer.split(text[text.index(names[1]) + len(names[1]):].lstrip())[0]
+    return first if isinstance(first, int) else None
+
+  # --- Conversations -----------------------------------------------------------------------------------------------------------
+
+  def first(self, messages: str | Sequence[Message], tools: Tools = ()) -> list[int]:
+    messages = as_messages(messages)
     if not messages:
       raise ValueError('A chat needs at least one message, got none.')
-    if messages[0]['role'] != 'system' and self._default_system is not None:
-      messages = [{'role': 'system', 'content': self._default_system}, *messages]
-    return [i for m in messages for i in self._message(m['role'], m['content'])] + self._header()
+    hidden = self._hidden(messages, tools)
+    text = self._template.render(hidden.messages, tools=hidden.tools, generation=True)
+    self._require(hidden, range(len(hidden.messages)), text)
+    return self._ids(text, hidden, 'start')
 
-  def then_observation(self, text: str, *, ended_with_stop_token: bool, role: str = 'user') -> list[int]:
-    close = self._newline if ended_with_stop_token else [self._end, *self._newline]
-    return [*close, *self._message(role, text), *self._header()]
+  def follow(
+      self, history: Sequence[Message], text: str, messages: str | Sequence[Message], *, stop_id: int | None, tools: Tools = ()
+  ) -> Continuation:
+    new = as_messages(messages)
+    if not new:
+      raise ValueError('At least one message must follow a turn, got none.')
+    turn = {'role': 'assistant', 'content': self.lead + text}
+    whole = [*map(dict, history), turn, *new]
+    hidden = self._hidden(whole, tools)
+    at = len(hidden.messages) - len(new) - 1  # Of the turn.
+    before = self._template.render(hidden.messages[:at], tools=hidden.tools, generation=True)
+    after = self._template.render(hidden.messages, tools=hidden.tools, generation=True)
+    self._require(hidden, range(at + 1, len(hidden.messages)), after)
+    end = _end_of_turn(before, after, hidden.messages[at]['content'], self.lead)
+    tail = None if end is None else self._tail(after, end, text, stop_id)
+    if tail is None:
+      return Continuation(self._ids(after, hidden, 'start'), True, whole)
+    return Continuation(self._ids(tail, hidden, 'text' if stop_id is None else 'special'), False, whole)
+
+  def _tail(self, after: str, end: int, text: str, stop_id: int | None) -> str | None:
+    """What the template writes after a turn, without the stop token that was sampled; None where that token cannot stand there."""
+    tail = after[end:]
+    bare = tail.lstrip()
+    if stop_id is None:
+      blanks = tail[:len(tail) - len(bare)]
+      return bare if blanks and text.endswith(blanks) else tail
+    stop = self._tokenizer.decode([stop_id])
+    if bare.startswith(stop):
+      return bare[len(stop):]
+    # Another stop token than the template's. One that opens a message (GLM: <|user|>) would begin one here; others only stand there.
+    return None if stop in NAME.sub('', after) else tail
+
+  def turn_ids(self, text: str, next_role: str = 'user') -> list[int]:
+    closing = self._closing(next_role)
+    hidden = Hidden()
+    name = hidden.name(text, message=0, markup=True)
+    after = 'special' if self.lead == '' else 'text'
+    return self._ids(name, hidden, after) + [self.stop_ids[0] if closing is None or closing not in self.stop_ids else closing]
+
+  # --- Parts -------------------------------------------------------------------------------------------------------------------
+
+  def _hidden(self, messages: list[dict[str, Any]], tools: Tools) -> Hidden:
+    """Hidden messages and tools for the template; a template that knows none gets them in the system message."""
+    tool_calls.check_tools(tools)
+    if tools and not self._renders_tools:
+      messages, tools = _with_tools(messages, tools), ()
+    return hide(messages, tools, self._control)
+
+  def _require(self, hidden: Hidden, messages: Sequence[int], text: str) -> None:
+    """Raises ValueError where the template leaves out what a user, system or tool said."""
+    shown = collections.Counter(NAME.findall(text))
+    for message in messages:
+      role, content = hidden.messages[message]['role'], hidden.messages[message]['content']
+      if role != 'assistant' and any(shown[name] != 1 for name in NAME.findall(content)):
+        raise ValueError(f'The chat template does not show a message of the role {role!r} once, as it must; use a role that it knows.')
+
+  def _ids(self, text: str, hidden: Hidden, after: str) -> list[int]:
+    """Ids of a rendered text: control tokens from the template alone, and from the markup in the policy's own turns."""
+    ids: list[int] = []
+    run = ''
+    for i, piece in enumerate(NAME.split(text)):
+      if i % 2 == 0:
+        parts = self._tokenizer.split(piece)
+      else:
+        content, markup = hidden.contents[hidden.number(piece)], hidden.markup[hidden.number(piece)]
+        parts = self._tokenizer.split(content, markup_only=True) if markup else [content]
+      for part in parts:
+        if isinstance(part, str):
+          run += part
+          continue
+        ids += self._tokenizer.encode_run(run, after=after) if run else []
+        ids.append(part)
+        run, after = '', 'special'
+    return ids + (self._tokenizer.encode_run(run, after=after) if run else [])
 
 
-def _chatml(messages: Sequence[Message]) -> str:
-  return ''.join(f'<|im_start|>{m["role"]}\n{m["content"]}<|im_end|>\n' for m in messages) + '<|im_start|>assistant\n'
+def _end_of_turn(before: str, after: str, turn: str, lead: str) -> int | None:
+  """Where the turn ends in `after`, if that is `before` and then the turn as it was said, blanks apart; else None."""
+  if not after.startswith(before):
+    return None
+  said = ''.join(turn.split()).removeprefix(''.join(lead.split()))
+  place = len(before)
+  for character in said:
+    while place < len(after) and after[place].isspace():
+      place += 1
+    if place == len(after) or after[place] != character:
+      return None
+    place += 1
+  return place
 
 
-def _default_system(template: str) -> str | None:
-  """System message that the template adds where there is none; None if it adds nothing. Raises ValueError if it is not ChatML."""
-  if not template:
-    raise ValueError("The tokenizer has no chat template; use the 'raw' conversation.")
-  jinja2 = files.need('jinja2')
-  sandbox = files.need('jinja2.sandbox')
-  environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-
-  def render(messages: list[dict[str, str]]) -> str:
-    try:
-      return environment.from_string(template).render(messages=messages, add_generation_prompt=True, bos_token='', eos_token='')
-    except jinja2.TemplateError as error:
-      raise ValueError(f'The chat template cannot be rendered: {error}') from error
-
-  turns = [{'role': 'user', 'content': 'A'}, {'role': 'assistant', 'content': 'B'}, {'role': 'user', 'content': 'C'}]
-  whole = [{'role': 'system', 'content': 'S'}, *turns]
-  bare, suffix = render(turns), _chatml(turns)
-  opening, closing = '<|im_start|>system\n', '<|im_end|>\n'
-  added = bare.removesuffix(suffix)
-  is_system = added.startswith(opening) and added.endswith(closing)
-  if render(whole) != _chatml(whole) or not bare.endswith(suffix) or (added and not is_system):
-    raise ValueError(f'The chat template is not ChatML, the only chat format known here; it renders {render(whole)!r}.')
-  return added[len(opening):-len(closing)] if added else None
+def _with_tools(messages: list[dict[str, Any]], tools: Tools) -> list[dict[str, Any]]:
+  """The messages with tools told of in the system message, in the words that Hermes models know."""
+  definitions = '\n'.join(json.dumps(dict(tool), ensure_ascii=False) for tool in tools)
+  text = (
+      '# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function signatures within '
+      f'<tools></tools> XML tags:\n<tools>\n{definitions}\n</tools>\n\nFor each function call, return a json object with function name and '
+      'arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n'
+      '</tool_call>')
+  if messages[0]['role'] == 'system':
+    text = messages[0]['content'] + '\n\n' + text
+    messages = messages[1:]
+  return [{'role': 'system', 'content': text}, *messages]
 
 
-def make(tokenizer: Tokenizer, kind: str) -> Conversation:
-  """The format `kind`: 'raw', or 'chat' for the template of the tokenizer. Raises ValueError for others."""
-  formats: dict[str, Any] = {'raw': RawConversation, 'chat': ChatMLConversation}
-  if kind not in formats:
+def make(tokenizer: Tokenizer, kind: str, settings: Mapping[str, Any] | None = None) -> Conversation:
+  """The format `kind`: 'raw', or 'chat' for the template of the tokenizer, with `settings` as its further variables.
+
+  Raises:
+    ValueError: unknown kind, settings for a raw conversation, or a template that cannot be used.
+  """
+  if kind not in KINDS:
     raise ValueError(f'Conversation must be one of {", ".join(KINDS)}, got {kind!r}.')
-  return formats[kind](tokenizer)
+  if kind == 'chat':
+    return ChatConversation(tokenizer, settings)
+  if settings:
+    raise ValueError(f"Settings of a chat template ({', '.join(settings)}) mean nothing in a 'raw' conversation; leave them out.")
+  return RawConversation(tokenizer)

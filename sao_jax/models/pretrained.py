@@ -196,7 +196,7 @@ def load_pretrained(
     raise ValueError(f'dtype must be float32 or bfloat16, got {name}.')
   config = resolve_config(ModelConfig(pretrained=os.fspath(path), tokenizer='pretrained', param_dtype=name, compute_dtype=name))
   found = files.locate(config.pretrained)
-  tokenizer = None if found.is_dir() and not (found / 'tokenizer_config.json').is_file() else tokenizers.load(config.pretrained)
+  tokenizer = None if found.is_dir() and not any((found / n).is_file() for n in tokenizers.FILES) else tokenizers.load(config.pretrained)
   return transformer.merge(transformer.Policy, config, load_params(config, mesh)), tokenizer
 
 
@@ -234,7 +234,8 @@ def save_params(
   dtype = jnp.dtype(config.param_dtype)
   settings = weight_names.json_from_config(config, dtype.name)
   if tokenizer is not None:
-    settings |= {'eos_token_id': tokenizer.stop_ids[0], 'pad_token_id': tokenizer.pad_id}
+    stops = tokenizer.stop_ids
+    settings |= {'eos_token_id': stops[0] if len(stops) == 1 else list(stops), 'pad_token_id': tokenizer.pad_id}
   partial = folder.with_name(folder.name + '.partial')
   shutil.rmtree(partial, ignore_errors=True)
   partial.mkdir(parents=True)

@@ -2,17 +2,28 @@
 
 Ids are what travels and what is trained; text only goes to environments and people. `decode` therefore shows special tokens and never
 drops any, and `token_bytes` gives the exact bytes behind one id, so that a stop string can be found across token borders.
+
+Two kinds of vocabulary have exact bytes and are supported, both BPE: byte-level (GPT-2's alphabet; Llama 3, Qwen, GLM, SmolLM) and
+sentencepiece-style with byte fallback ('▁' for a blank, '<0x0A>' for a byte; Llama 2, Mistral, Gemma). Others are refused.
+
+Added tokens are of three kinds: special ones (`<|im_end|>`); markup, written `<...>` or `[...]` but not marked special (`<tool_call>`); and
+plain pieces of text (runs of blanks), which are like any other token. The first two are control tokens: text of users and environments
+never yields them.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import pathlib
 import re
-from typing import Any, Iterable, Protocol
+from typing import Any, Callable, Iterable, Mapping, Protocol
 
 from sao_jax.config import ModelConfig
 from sao_jax.models import files
+
+
+FILES = ('tokenizer.json', 'tokenizer_config.json')  # A folder with one of these has a tokenizer.
 
 
 class Tokenizer(Protocol):
@@ -21,17 +32,32 @@ class Tokenizer(Protocol):
   Attributes:
     vocab_size: number of ids, 0 to vocab_size - 1.
     pad_id: fills padded positions; never told apart from others by its value.
-    stop_ids: ids that end a turn.
+    stop_ids: ids that end a turn, at least one; `pad_id` may be one of them.
     chat_template: Jinja text of the model's chat format, '' where it has none.
+    names: what templates know of special tokens, e.g. {'bos_token': '<s>'}.
   """
 
   vocab_size: int
   pad_id: int
   stop_ids: tuple[int, ...]
   chat_template: str
+  names: dict[str, str]
 
   def encode(self, text: str, *, parse_special: bool = True) -> list[int]:
-    """Ids of `text`, nothing added. With `parse_special`, the text of a special token becomes its id; without, it is like any other."""
+    """Ids of `text`, nothing added. With `parse_special`, the text of a control token becomes its id; without, it is like any other."""
+    ...
+
+  def encode_run(self, text: str, *, after: str) -> list[int]:
+    """Ids of `text` without control tokens, as a part of a longer sequence.
+
+    Args:
+      after: what stands before it: 'start' (nothing), 'special' (a control token) or 'text'. Some tokenizers put a blank before a word at
+        the first two; none does in the middle of text, so that what is appended is exactly what was said.
+    """
+    ...
+
+  def split(self, text: str, *, markup_only: bool = False) -> list[str | int]:
+    """`text` cut at control tokens: their ids, and the text between them; with `markup_only`, special ones are text."""
     ...
 
   def decode(self, ids: Iterable[int]) -> str:
@@ -54,8 +80,32 @@ class Tokenizer(Protocol):
 class _Base:
   """What every tokenizer derives from `token_bytes` and its special tokens."""
 
-  specials: dict[str, int]
+  specials: dict[str, int]  # Control tokens.
+  markup: frozenset[str] = frozenset()  # Those of them that are not marked special.
+  names: dict[str, str] = {}
   vocab_size: int
+
+  def encode(self, text: str, *, parse_special: bool = True) -> list[int]:
+    raise NotImplementedError
+
+  def encode_run(self, text: str, *, after: str) -> list[int]:
+    del after
+    return self.encode(text, parse_special=False)
+
+  def split(self, text: str, *, markup_only: bool = False) -> list[str | int]:
+    return _cut(text, self.specials, self._pattern(markup_only))
+
+  def _pattern(self, markup_only: bool) -> re.Pattern[str] | None:
+    """Finds control tokens, the longest where several begin at one place; None where there is none."""
+    cache = self.__dict__.setdefault('_patterns', {})
+    if markup_only not in cache:
+      names = sorted((n for n in self.specials if not markup_only or n in self.markup), key=len, reverse=True)
+      cache[markup_only] = re.compile('|'.join(f'(?P<t{i}>{self._form(name)})' for i, name in enumerate(names))) if names else None
+    return cache[markup_only]
+
+  def _form(self, name: str) -> str:
+    """Regular expression of a control token in text."""
+    return re.escape(name)
 
   def token_bytes(self, token: int) -> bytes:
     raise NotImplementedError
@@ -71,6 +121,17 @@ class _Base:
   def _check(self, token: int) -> None:
     if not 0 <= token < self.vocab_size:
       raise ValueError(f'Token id {token} is outside the vocabulary 0..{self.vocab_size - 1}.')
+
+
+def _cut(text: str, ids: dict[str, int], pattern: re.Pattern[str] | None) -> list[str | int]:
+  parts: list[str | int] = []
+  start = 0
+  for found in pattern.finditer(text) if pattern else ():
+    parts += [text[start:found.start()]] if found.start() > start else []
+    # A form may take blanks around a token with it; its name is what is left.
+    parts.append(ids[found[0]] if found[0] in ids else ids[found[0].strip()])
+    start = found.end()
+  return parts + ([text[start:]] if start < len(text) else [])
 
 
 class ByteTokenizer(_Base):
@@ -89,15 +150,14 @@ class ByteTokenizer(_Base):
     if vocab_size < self.NUM_IDS:
       raise ValueError(f'model.vocab_size must be at least {self.NUM_IDS} for the byte tokenizer, got {vocab_size}.')
     self.vocab_size = vocab_size
-    self._pattern = re.compile('(' + '|'.join(map(re.escape, self.specials)) + ')')
     self._names = {i: name.encode() for name, i in self.specials.items()}
 
   def encode(self, text: str, *, parse_special: bool = True) -> list[int]:
     if not parse_special:
       return list(text.encode('utf-8'))
     ids: list[int] = []
-    for part in self._pattern.split(text):
-      ids += [self.specials[part]] if part in self.specials else part.encode('utf-8')
+    for part in self.split(text):
+      ids += [part] if isinstance(part, int) else part.encode('utf-8')
     return ids
 
   def token_bytes(self, token: int) -> bytes:
@@ -116,51 +176,169 @@ def _byte_alphabet() -> dict[str, int]:
   return {**{chr(b): b for b in printable}, **{chr(256 + n): b for n, b in enumerate(others)}}
 
 
-class PretrainedTokenizer(_Base):
-  """A byte-level BPE of the `tokenizers` library, with the ids and the chat template of its model."""
+BLANK = '\u2581'  # How sentencepiece writes a blank.
+_MARKUP = re.compile(r'<[^<>\s]+>|\[[^\[\]\s]+\]')
+_BYTE = re.compile(r'<0x([0-9A-F]{2})>')
 
-  def __init__(self, backend: Any, *, pad_id: int, stop_ids: tuple[int, ...], chat_template: str, vocab_size: int | None = None):
-    """Wraps `backend` (a `tokenizers.Tokenizer`); `vocab_size` is the model's, where its embedding has more rows than the tokenizer ids."""
-    self._plain = backend
-    self._special = type(backend).from_str(backend.to_str())
-    self._plain.encode_special_tokens = True  # Special tokens in the text are text.
-    self.pad_id, self.stop_ids, self.chat_template = pad_id, stop_ids, chat_template
-    self.vocab_size = backend.get_vocab_size(with_added_tokens=True) if vocab_size is None else vocab_size
-    added = sorted(backend.get_added_tokens_decoder().items())
-    self.specials = {token.content: i for i, token in added}
-    self._bytes = _token_bytes(backend, self.specials, self.vocab_size)
+
+class PretrainedTokenizer(_Base):
+  """A BPE of the `tokenizers` library, with the ids and the chat template of its model."""
+
+  def __init__(
+      self, backend: Any, *, pad_id: int, stop_ids: tuple[int, ...], chat_template: str, vocab_size: int | None = None,
+      names: dict[str, str] | None = None,
+  ):
+    """Wraps a tokenizer.
+
+    Args:
+      backend: a `tokenizers.Tokenizer`.
+      pad_id, stop_ids, chat_template, names: as in `Tokenizer`.
+      vocab_size: rows of the model's embedding, where it has more of them than the tokenizer has ids.
+
+    Raises:
+      ValueError: a vocabulary without exact bytes, ids outside of `vocab_size`, or a special token that plain text would yield.
+    """
+    added = {token.content: (i, token) for i, token in backend.get_added_tokens_decoder().items()}
+    control = {n for n, (_, token) in added.items() if token.special or _MARKUP.fullmatch(n)}
+    self.specials = {n: i for n, (i, _) in sorted(added.items(), key=lambda item: item[1][0]) if n in control}
+    self.markup = frozenset(n for n in control if not added[n][1].special)
+    self._flags = {n: added[n][1] for n in control}
+    self.pad_id, self.stop_ids, self.chat_template, self.names = pad_id, tuple(stop_ids), chat_template, dict(names or {})
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    largest = max(vocabulary, key=vocabulary.get)
+    self.vocab_size = vocabulary[largest] + 1 if vocab_size is None else vocab_size
+    if vocabulary[largest] >= self.vocab_size:
+      raise ValueError(
+          f'The tokenizer has the id {vocabulary[largest]} ({largest!r}), but the vocabulary of the model has {self.vocab_size} rows; they '
+          'do not belong together.')
+    _check_ids(self.vocab_size, pad_id, self.stop_ids)
+    self._special = backend
+    spec = json.loads(backend.to_str())
+    self._bytes = _token_bytes(spec, vocabulary, set(added), self.vocab_size)
+    self._prefix = _prefix(spec)
+    spec['added_tokens'] = [token for token in spec['added_tokens'] if token['content'] not in control]
+    spec['post_processor'] = spec['truncation'] = spec['padding'] = None
+    self._plain = self._bare = type(backend).from_str(json.dumps(spec))
+    if self._prefix:
+      self._bare = type(backend).from_str(json.dumps(_without_prefix(spec)))
+    kept = [name for name in added if name not in control]  # Their ids may have moved up to where control tokens were.
+    self._moved = {j: added[n][0] for n in kept if (j := self._plain.token_to_id(n)) != added[n][0]}
+    for name, (i, token) in added.items():
+      if token.special and i in self._run(self._bare, name):
+        raise ValueError(f'Plain text yields the special token {name!r}, so anybody could forge it; such a tokenizer is not supported.')
 
   def encode(self, text: str, *, parse_special: bool = True) -> list[int]:
-    backend = self._special if parse_special else self._plain
-    return backend.encode(text, add_special_tokens=False).ids
+    return self._special.encode(text, add_special_tokens=False).ids if parse_special else self._run(self._plain, text)
+
+  def _run(self, backend: Any, text: str) -> list[int]:
+    ids = backend.encode(text, add_special_tokens=False).ids
+    return [self._moved.get(i, i) for i in ids] if self._moved else ids
+
+  def encode_run(self, text: str, *, after: str) -> list[int]:
+    prefixed = after == 'start' and self._prefix or after == 'special' and self._prefix == 'always'
+    return self._run(self._plain if prefixed else self._bare, text)
+
+  def _form(self, name: str) -> str:
+    token, form = self._flags[name], re.escape(name)
+    form = rf'(?<!\w){form}(?!\w)' if token.single_word else form
+    return (r'\s*' if token.lstrip else '') + form + (r'\s*' if token.rstrip else '')
 
   def token_bytes(self, token: int) -> bytes:
     self._check(token)
     return self._bytes[token]
 
   def save(self, folder: pathlib.Path) -> None:
-    """Writes `tokenizer.json` and `tokenizer_config.json`, as Hugging Face names them."""
-    (folder / 'tokenizer.json').write_text(self._special.to_str(pretty=False))
-    names = {i: name for name, i in self.specials.items()}
+    """Writes `tokenizer.json`, `tokenizer_config.json` and, for several stop ids, `generation_config.json`, as Hugging Face names them."""
+    (folder / 'tokenizer.json').write_text(self._special.to_str(pretty=False), encoding='utf-8')
+    texts = {i: name for name, i in self._special.get_vocab(with_added_tokens=True).items() if i in (self.pad_id, self.stop_ids[0])}
     settings = {
         'tokenizer_class': 'PreTrainedTokenizerFast', 'chat_template': self.chat_template, 'clean_up_tokenization_spaces': False,
-        'eos_token': names.get(self.stop_ids[0]), 'pad_token': names.get(self.pad_id),
+        **self.names, 'eos_token': texts.get(self.stop_ids[0]), 'pad_token': texts.get(self.pad_id),
     }
-    (folder / 'tokenizer_config.json').write_text(json.dumps(settings, indent=2))
+    (folder / 'tokenizer_config.json').write_text(json.dumps(settings, indent=2), encoding='utf-8')
+    if len(self.stop_ids) > 1:
+      generation = {'eos_token_id': list(self.stop_ids), 'pad_token_id': self.pad_id}
+      (folder / 'generation_config.json').write_text(json.dumps(generation, indent=2), encoding='utf-8')
 
 
-def _token_bytes(backend: Any, specials: dict[str, int], vocab_size: int) -> list[bytes]:
-  """Bytes of every id; b'' for ids that only pad the embedding. Raises ValueError where the vocabulary is not byte-level."""
-  alphabet = _byte_alphabet()
+def _check_ids(vocab_size: int, pad_id: int, stop_ids: tuple[int, ...]) -> None:
+  if not stop_ids:
+    raise ValueError('A tokenizer needs at least one stop id, to end turns.')
+  for name, i in [*(('stop id', i) for i in stop_ids), ('pad id', pad_id)]:
+    if not 0 <= i < vocab_size:
+      raise ValueError(f'The {name} {i} is outside the vocabulary 0..{vocab_size - 1}.')
+
+
+def _prefix(spec: dict[str, Any]) -> str:
+  """Where the tokenizer puts a blank before a text: '' (nowhere), 'first' (at the start of a sequence) or 'always' (of each run)."""
+  prefix = ''
+  for part in _parts(spec):
+    if part['type'] == 'Prepend' or (part['type'] == 'ByteLevel' and part.get('add_prefix_space')):
+      prefix = 'always'
+    elif part['type'] == 'Metaspace' and part.get('prepend_scheme', 'always') != 'never':
+      prefix = part.get('prepend_scheme', 'always')
+  return prefix
+
+
+def _parts(spec: dict[str, Any]) -> list[dict[str, Any]]:
+  """Normalizers and pre-tokenizers of a tokenizer.json, those in sequences too."""
+  todo, found = [spec.get('normalizer'), spec.get('pre_tokenizer')], []
+  while todo:
+    part = todo.pop(0)
+    if part:
+      found.append(part)
+      todo += part.get('normalizers', []) + part.get('pretokenizers', [])
+  return found
+
+
+def _without_prefix(spec: dict[str, Any]) -> dict[str, Any]:
+  """The tokenizer.json of the same tokenizer, which puts no blank before a text."""
+  spec = copy.deepcopy({**spec, 'model': None}) | {'model': spec['model']}
+  if (spec['normalizer'] or {}).get('type') == 'Prepend':
+    spec['normalizer'] = None
+  for part in _parts(spec):
+    if part['type'] == 'Metaspace':
+      part['prepend_scheme'] = 'never'
+    elif part['type'] == 'ByteLevel':
+      part['add_prefix_space'] = False
+    elif part['type'] == 'Sequence' and 'normalizers' in part:
+      part['normalizers'] = [p for p in part['normalizers'] if p['type'] != 'Prepend']
+  return spec
+
+
+def _token_bytes(spec: dict[str, Any], vocabulary: Mapping[str, int], added: set[str], vocab_size: int) -> list[bytes]:
+  """Bytes of every id; b'' for ids that only pad the embedding. Raises ValueError where a vocabulary has no exact bytes."""
+  kind = spec['model'].get('type')
+  if kind not in (None, 'BPE'):
+    raise ValueError(
+        f'The tokenizer is of type {kind}; supported are byte-level BPE and BPE with byte fallback, whose tokens have exact bytes.')
+  if spec['model'].get('byte_fallback'):
+    bytes_of = _fallback_bytes(vocabulary)
+  elif any(part['type'] == 'ByteLevel' for part in _parts(spec)):
+    alphabet = _byte_alphabet()
+    bytes_of = lambda piece: bytes([alphabet[c] for c in piece])
+  else:
+    raise ValueError('The tokenizer is a BPE that is neither byte-level nor with byte fallback: text outside its vocabulary would be lost.')
   table = [b''] * vocab_size
-  for piece, i in backend.get_vocab(with_added_tokens=True).items():
-    if piece in specials:
-      table[i] = piece.encode('utf-8')
-    elif all(c in alphabet for c in piece):
-      table[i] = bytes(alphabet[c] for c in piece)
-    else:
-      raise ValueError(f'Token {piece!r} is not written in the byte-level alphabet; only byte-level BPE tokenizers are supported.')
+  for piece, i in vocabulary.items():
+    try:
+      table[i] = piece.encode('utf-8') if piece in added else bytes_of(piece)
+    except KeyError:
+      raise ValueError(f'Token {piece!r} is not written in the byte-level alphabet, though the tokenizer is byte-level.') from None
   return table
+
+
+def _fallback_bytes(vocabulary: Mapping[str, int]) -> Callable[[str], bytes]:
+  """Bytes of a piece of a sentencepiece-style vocabulary. Raises ValueError where a byte has no token."""
+  absent = [b for b in range(256) if f'<0x{b:02X}>' not in vocabulary]
+  if absent:
+    raise ValueError(f'The tokenizer falls back to bytes, but has no token for {len(absent)} of them (the first: <0x{absent[0]:02X}>).')
+
+  def bytes_of(piece: str) -> bytes:
+    found = _BYTE.fullmatch(piece)
+    return bytes([int(found[1], 16)]) if found else piece.replace(BLANK, ' ').encode('utf-8')
+
+  return bytes_of
 
 
 # --- From files ----------------------------------------------------------------------------------------------------------------
@@ -186,38 +364,122 @@ def from_gguf(reader: Any, label: str) -> PretrainedTokenizer:
   control = 3  # GGUF's token type of control tokens.
   backend.add_special_tokens([library.AddedToken(t, special=True, normalized=False) for t, kind in zip(tokens, kinds) if kind == control])
   template = reader.fields.get('tokenizer.chat_template')
+  named = [name for name in ('bos', 'eos') if f'tokenizer.ggml.{name}_token_id' in reader.fields]
+  names = {f'{name}_token': tokens[field(f'{name}_token_id')] for name in named}
   return PretrainedTokenizer(
-      backend, pad_id=field('padding_token_id'), stop_ids=(field('eos_token_id'),), chat_template=template.contents() if template else '')
+      backend, pad_id=field('padding_token_id'), stop_ids=(field('eos_token_id'),), chat_template=template.contents() if template else '',
+      names=names)
 
 
 def from_folder(folder: pathlib.Path, vocab_size: int | None = None) -> PretrainedTokenizer:
-  """The tokenizer of a Hugging Face folder: `tokenizer.json` and `tokenizer_config.json`. Raises ValueError if it does not fit."""
+  """The tokenizer of a Hugging Face folder.
+
+  `tokenizer.json` must be there; `tokenizer_config.json`, `special_tokens_map.json`, `generation_config.json`, `config.json` and
+  `chat_template.jinja` are read where they are. Stop ids are the tokenizer's eos token and all of `eos_token_id` in the two configs; the
+  pad id is the first stop id where none is named.
+
+  Args:
+    folder: of a model or of a tokenizer.
+    vocab_size: rows of the model's embedding; None: as many as the tokenizer has ids.
+
+  Raises:
+    ValueError: a file is missing, damaged or contradicts another, or the kind of tokenizer is not supported; the message names the file.
+  """
   library = files.need('tokenizers')
-  settings = files.read_json(folder / 'tokenizer_config.json')
+  settings = {**_optional_json(folder / 'special_tokens_map.json'), **_optional_json(folder / 'tokenizer_config.json')}
   path = folder / 'tokenizer.json'
   if not path.is_file():
-    raise ValueError(f'{path} is missing; the folder of a pretrained model needs it.')
+    raise ValueError(f'{path} is missing; the folder of a pretrained model needs it.{_other_format(folder)}')
   try:
     backend = library.Tokenizer.from_file(str(path))
   except Exception as error:  # The library raises a bare Exception on bad JSON.
     raise ValueError(f'{path} cannot be read as a tokenizer: {error}') from error
+  _add_tokens(library, backend, settings, folder)
+  names = _special_names(backend, settings, folder)
+  stops, pad = _stops_and_pad(backend, names, folder)
+  try:
+    return PretrainedTokenizer(
+        backend, pad_id=stops[0] if pad is None else pad, stop_ids=stops, chat_template=_template(folder, settings),
+        vocab_size=vocab_size, names=names)
+  except ValueError as error:
+    raise ValueError(f'{folder}: {error}') from error
 
-  def id_of(name: str) -> int | None:
+
+def _optional_json(path: pathlib.Path) -> dict[str, Any]:
+  return files.read_json(path) if path.is_file() else {}
+
+
+def _other_format(folder: pathlib.Path) -> str:
+  for name in ('tokenizer.model', 'vocab.json', 'vocab.txt', 'tiktoken.model'):
+    if (folder / name).is_file():
+      return f' It has {name}; make the other from it with transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...).'
+  return ''
+
+
+def _add_tokens(library: Any, backend: Any, settings: Mapping[str, Any], folder: pathlib.Path) -> None:
+  """Adds the tokens that only `tokenizer_config.json` knows, as transformers does. Raises ValueError where they get another id."""
+  declared = settings.get('added_tokens_decoder') or {}
+  known = backend.get_added_tokens_decoder()
+  for key, token in sorted(declared.items(), key=lambda item: int(item[0])):
+    if int(key) in known:
+      continue
+    flags = {name: bool(token.get(name, False)) for name in ('single_word', 'lstrip', 'rstrip', 'normalized', 'special')}
+    backend.add_tokens([library.AddedToken(token['content'], **flags)])
+    if backend.token_to_id(token['content']) != int(key):
+      raise ValueError(
+          f'{folder / "tokenizer_config.json"} gives {token["content"]!r} the id {key}, tokenizer.json makes it '
+          f'{backend.token_to_id(token["content"])}; the two files do not belong together.')
+
+
+def _special_names(backend: Any, settings: Mapping[str, Any], folder: pathlib.Path) -> dict[str, str]:
+  """Texts of the bos, eos, pad and unk tokens that are named. Raises ValueError where one is not in the vocabulary."""
+  names = {}
+  for name in ('bos_token', 'eos_token', 'pad_token', 'unk_token'):
     token = settings.get(name)
     token = token.get('content') if isinstance(token, dict) else token
-    return None if token is None else backend.token_to_id(token)
+    if token is None:
+      continue
+    if not isinstance(token, str) or backend.token_to_id(token) is None:
+      raise ValueError(f'{folder / "tokenizer_config.json"} names the {name} {token!r}, which is not in the vocabulary of tokenizer.json.')
+    names[name] = token
+  return names
 
-  stop, pad = id_of('eos_token'), id_of('pad_token')
-  if stop is None:
-    raise ValueError(f'{folder / "tokenizer_config.json"} names no eos_token of the vocabulary; it is needed to end turns.')
-  return PretrainedTokenizer(
-      backend, pad_id=stop if pad is None else pad, stop_ids=(stop,), chat_template=_template(folder, settings), vocab_size=vocab_size)
+
+def _stops_and_pad(backend: Any, names: Mapping[str, str], folder: pathlib.Path) -> tuple[tuple[int, ...], int | None]:
+  """All ids that end a turn, the tokenizer's own first, and the pad id; None if no file names one."""
+  stops = [backend.token_to_id(names['eos_token'])] if 'eos_token' in names else []
+  pad = backend.token_to_id(names['pad_token']) if 'pad_token' in names else None
+  for name in ('generation_config.json', 'config.json'):
+    values = _optional_json(folder / name)
+    values = {**(values.get('text_config') or {}), **values}
+    found = values.get('eos_token_id')
+    for i in found if isinstance(found, list) else [] if found is None else [found]:
+      if not isinstance(i, int) or isinstance(i, bool):
+        raise ValueError(f'{folder / name}: eos_token_id must be an id or a list of ids, got {found!r}.')
+      stops.append(i)
+    if pad is None and isinstance(values.get('pad_token_id'), int) and values['pad_token_id'] >= 0:
+      pad = values['pad_token_id']
+  if not stops:
+    raise ValueError(
+        f'{folder}: no file names an eos token, which is needed to end turns: eos_token in tokenizer_config.json, or eos_token_id in '
+        'generation_config.json or config.json.')
+  return tuple(dict.fromkeys(stops)), pad
 
 
-def _template(folder: pathlib.Path, settings: dict[str, Any]) -> str:
-  """Chat template of a Hugging Face folder: in its own file, or in the settings."""
+def _template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str:
+  """Chat template of a Hugging Face folder: in its own file, or in the settings. Of several named ones, 'default'."""
   path = folder / 'chat_template.jinja'
-  return path.read_text() if path.is_file() else settings.get('chat_template') or ''
+  if path.is_file():
+    return path.read_text(encoding='utf-8')
+  found = _optional_json(folder / 'chat_template.json').get('chat_template', settings.get('chat_template')) or ''
+  if isinstance(found, list):
+    named = {entry.get('name'): entry.get('template') for entry in found if isinstance(entry, dict)}
+    if not isinstance(named.get('default'), str):
+      raise ValueError(f'{folder}: of its chat templates ({", ".join(map(str, named))}) none is named default.')
+    return named['default']
+  if not isinstance(found, str):
+    raise ValueError(f'{folder}: chat_template must be a text or a list of named texts, got {type(found).__name__}.')
+  return found
 
 
 def make(config: ModelConfig) -> Tokenizer:
@@ -234,10 +496,9 @@ def make(config: ModelConfig) -> Tokenizer:
 def load(name: str) -> Tokenizer:
   """Tokenizer of a pretrained model: a known name, a .gguf file, or a Hugging Face folder."""
   path = files.locate(name)
-  if path.is_dir():
-    if files.read_json(path / 'tokenizer_config.json').get('tokenizer_class') == ByteTokenizer.NAME:
-      return ByteTokenizer()
-    return from_folder(path, files.read_json(path / 'config.json').get('vocab_size'))
-  return from_gguf(files.open_gguf(path), str(path))
-
-
+  if not path.is_dir():
+    return from_gguf(files.open_gguf(path), str(path))
+  if _optional_json(path / 'tokenizer_config.json').get('tokenizer_class') == ByteTokenizer.NAME:
+    return ByteTokenizer()
+  config = files.read_json(path / 'config.json')
+  return from_folder(path, config.get('vocab_size') or (config.get('text_config') or {}).get('vocab_size'))
