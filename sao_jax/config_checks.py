@@ -256,11 +256,14 @@ def check_learner(config: Config) -> None:
 
 
 def check_segments(config: Config) -> None:
-  """A mean over trajectories is not defined by the row where a trajectory has several rows."""
-  if config.task.max_segments > 1 and config.algorithm.denominator == 'trajectory':
+  """Means over rows are no means over trajectories where a trajectory has several rows: it would count once for each segment."""
+  algorithm, others = config.algorithm, []
+  others += ["denominator='trajectory' (use 'action_tokens')"] * (algorithm.denominator == 'trajectory')
+  others += ["advantage='reinforce_batch_centred' (use 'skip_observation_gae')"] * (algorithm.advantage == 'reinforce_batch_centred')
+  if config.task.max_segments > 1 and others:
     raise ValueError(
-        f"algorithm.denominator='trajectory' needs task.max_segments=1, since a segment is a row of its own: got "
-        f"{config.task.max_segments}; use 'action_tokens'.")
+        f'task.max_segments must be 1 with algorithm.{others[0]}, since a segment is a learner row of its own: got '
+        f'{config.task.max_segments}.')
 
 
 def check_optimizers(config: Config) -> None:

@@ -149,6 +149,9 @@ IMPOSSIBLE = [
     ({'checkpoint.every': 0}, 'checkpoint.every'),
     ({'checkpoint.keep': 0}, 'checkpoint.keep'),
     ({'logging.every': 0}, 'logging.every'),
+    ({'task.max_segments': 0}, 'task.max_segments'),
+    ({'task.max_segments': 2, 'algorithm.denominator': 'trajectory'}, "must be 1 with algorithm.denominator='trajectory'"),
+    ({'task.max_segments': 2, 'algorithm.advantage': 'reinforce_batch_centred'}, "must be 1 with algorithm.advantage='reinforce_batch"),
 ]
 OPTIMIZER = [
     ({'learning_rate': -1e-4}, 'learning_rate must be at least 0'),

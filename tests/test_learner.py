@@ -282,7 +282,7 @@ def test_no_array_holds_the_logits_of_all_positions():
   """Nor of a quarter of them: the largest array with the vocabulary in it is a chunk or the embedding."""
   learner = make_learner(model=dict(vocab_size=1009), logits_chunk=8)
   learner.warm_up('rl')
-  text = learner._program('rl', LENGTH, True).as_text()
+  text = learner._program('rl', ROWS, LENGTH, True).as_text()
   sizes = [math.prod(map(int, shape.split(','))) for shape in re.findall(r'f32\[([\d,]+)\]', text) if '1009' in shape.split(',')]
   assert len(sizes) > 10 and max(sizes) <= 1009 * max(8, learner.config.model.embed_dim)
   assert ROWS * LENGTH > 4 * max(8, learner.config.model.embed_dim)

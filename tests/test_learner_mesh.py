@@ -65,7 +65,7 @@ def test_b30_eight_devices_do_what_one_does(mesh, settings):
 def test_no_device_holds_full_logits_or_a_full_embedding_gradient_of_another_shard():
   """Vocabulary over 4 devices: in the compiled update every array with a vocabulary axis has a quarter of it."""
   learner = make_learner(8, mesh=(1, 2, 1, 1, 4), model=dict(vocab_size=1012), value_steps=0, logits_chunk=8)
-  text = learner._program('rl', LENGTH, True).as_text()
+  text = learner._program('rl', ROWS, LENGTH, True).as_text()
   shapes = {tuple(map(int, s.split(','))) for s in re.findall(r'f32\[([\d,]+)\]', text)}
   assert any(253 in s for s in shapes) and not any(1012 in s for s in shapes)
 

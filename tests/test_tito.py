@@ -1,4 +1,5 @@
-"""Tokens in, tokens out: random conversations with tools through the rollout engine, with the tokenizers of Qwen3 and SmolLM2.
+"""Tokens in, tokens out: random conversations with tools through the rollout engine, with the tokenizers of Qwen3 and SmolLM2, and one of
+GLM's form.
 
 Every turn is a list of ids that no tokenizer would write: other merges, bytes that are no UTF-8, text that looks like control tokens, control
 tokens. What is trained must be these ids; every observation must be tokenized once; and the text of it all must be what the template writes.
@@ -133,7 +134,11 @@ def byte_ids(tokenizer, byte):
 
 
 def make_script(index, tokenizer, *, thinking, users):
-  """A conversation: prompt, turns (ids, whether the last is a stop token) and answers; contents are marked, each with a number of its own."""
+  """A conversation: prompt, turns (ids, whether the last is a stop token) and answers; contents are marked, each with a number of its own.
+
+  Turns of GLM's form all reason, since its template shows an empty block where nothing was, and end with the header of who speaks next.
+  """
+  glm = tokenizer is factory.glm()
   rng = random.Random(f'{index}/{thinking}/{users}')
   count = iter(range(1000))
   content = lambda: f'{rng.choice(TEXTS)} #{index}.{next(count)}# {rng.choice(TEXTS)}'
@@ -141,12 +146,14 @@ def make_script(index, tokenizer, *, thinking, users):
   turns, answers, thinks = [], [], []
   for turn in range(last := rng.randrange(2, 6)):
     ids = sampled_text(rng, tokenizer)
-    thinks.append(thinking and rng.random() < 0.6)
+    thinks.append(thinking and (glm or rng.random() < 0.6))
     if thinks[-1]:
-      ids = tokenizer.encode('<think>\n') + sampled_text(rng, tokenizer) + tokenizer.encode('\n</think>\n\n') + ids
+      before, after = ('\n<think>', '</think>\n') if glm else ('<think>\n', '\n</think>\n\n')
+      ids = tokenizer.encode(before) + sampled_text(rng, tokenizer) + tokenizer.encode(after) + ids
     stopped = rng.random() < 0.8
-    turns.append((ids + [tokenizer.stop_ids[0]] * stopped, stopped))
     role = 'user' if users and rng.random() < 0.4 else 'tool'
+    stop = tokenizer.special_id('<|user|>' if role == 'user' else '<|observation|>') if glm else tokenizer.stop_ids[0]
+    turns.append((ids + [stop] * stopped, stopped))
     answers.append([{'role': role, 'content': content()} for _ in range(1 if role == 'user' else rng.randrange(1, 4))])
   answers[last - 1] = []
   return {'prompt': prompt, 'turns': turns, 'answers': answers, 'thinks': thinks}
@@ -175,7 +182,7 @@ def play(tokenizer, scripts):
 
 
 def expected_segments(script):
-  """Qwen3: a user who speaks again begins a segment where something was reasoned since the user before."""
+  """Qwen3 and GLM: a user who speaks again begins a segment where something was reasoned since the user before."""
   starts, reasoned = 0, False
   for thinks, answer in zip(script['thinks'], script['answers']):
     reasoned |= thinks
@@ -187,7 +194,7 @@ def expected_segments(script):
 def whole_text(tokenizer, script):
   """The conversation as the template, run by Jinja on the true contents, writes it; the oracle."""
   environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
-  environment.filters['tojson'] = lambda value: json.dumps(value, ensure_ascii=False)
+  environment.filters['tojson'] = lambda value, **kw: json.dumps(value, ensure_ascii=False)
   messages = [*script['prompt']]
   for (ids, stopped), answer in zip(script['turns'][:-1], script['answers']):
     messages += [{'role': 'assistant', 'content': tokenizer.decode(ids[:-1] if stopped else ids)}, *answer]
@@ -196,7 +203,8 @@ def whole_text(tokenizer, script):
 
 
 @pytest.mark.parametrize('name, thinking, users', [
-    ('qwen3', False, True), ('qwen3', True, False), ('qwen3', True, True), ('smollm2', False, True), ('smollm2', True, True)])
+    ('qwen3', False, True), ('qwen3', True, False), ('qwen3', True, True), ('smollm2', False, True), ('smollm2', True, True),
+    ('glm', True, False), ('glm', True, True)])
 def test_what_is_trained_is_what_was_sampled(name, thinking, users):
   tokenizer = getattr(factory, name)()
   scripts = [make_script(i, tokenizer, thinking=thinking, users=users) for i in range(CONVERSATIONS)]
@@ -211,13 +219,13 @@ def test_what_is_trained_is_what_was_sampled(name, thinking, users):
     for start, stop in rollout.segments:
       turns = [s for s in sampler.sequences[rollout.ticket] if s == rollout.tokens[start:start + len(s)].tolist() and len(s) <= stop - start]
       assert turns
-    assert len(rollout.segment_starts) == (expected_segments(script) if name == 'qwen3' else 1)
+    assert len(rollout.segment_starts) == (1 if name == 'smollm2' else expected_segments(script))
     assert np.flatnonzero(rollout.reward).tolist() == [rollout.length - 1] and rollout.total_reward == 1.0
     segments += len(rollout.segment_starts) - 1
     check_once(script, rollout, shown)
-    if name == 'qwen3' and len(rollout.segment_starts) == 1:
+    if name != 'smollm2' and len(rollout.segment_starts) == 1:
       assert tokenizer.decode(rollout.tokens) == whole_text(tokenizer, script)
-  assert (segments > 100) == (name == 'qwen3' and thinking and users)
+  assert (segments > 100) == (name != 'smollm2' and thinking and users)
   assert any(tokenizer.encode(tokenizer.decode(ids)) != ids for ids in (s['turns'][0][0] for s in scripts))
 
 

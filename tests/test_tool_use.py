@@ -9,7 +9,7 @@ import pytest
 from sao_jax import environments, tool_calls
 from sao_jax.config import ModelConfig
 from sao_jax.environments import calculator
-from sao_jax.environments.base import Task
+from sao_jax.environments.base import AsyncEnvironment, Environment, Observation, StepResult, Task
 from sao_jax.models import conversation, pretrained, transformer
 from sao_jax.rollouts import actor
 from tests import tokenizer_factory as factory
@@ -81,6 +81,27 @@ def test_demonstrations_solve_the_task_in_both_forms(make):
     for turn in environment.demonstration(task, np.random.default_rng(index)):
       result = act(environment, tool_calls.write(turn, chat.tool_format))
     assert result.reward == 1.0 and result.metrics['tool_calls'] == task.data['operations'] and not result.metrics['malformed']
+
+
+class AsyncTool(AsyncEnvironment):
+  """Answers calls from coroutines."""
+
+  tools = ({'name': 'echo', 'parameters': {'type': 'object', 'properties': {'x': {'type': 'string'}}}},)
+
+  async def step_calls_async(self, calls, text):
+    return StepResult(Observation(messages=tuple({'role': 'tool', 'content': c.arguments['x'] + text} for c in calls)))
+
+
+def test_tools_of_an_asynchronous_environment():
+  environment = AsyncTool()
+  act = actor(conversation.make(factory.glm(), 'chat'), environment.tools)
+  result = act(environment, 'ha<tool_call>echo<arg_key>x</arg_key><arg_value>3</arg_value></tool_call>')
+  assert result.observation.messages == ({'role': 'tool', 'content': '3ha'},)
+  environment.close()
+  with pytest.raises(NotImplementedError, match='has tools but no step_calls'):
+    Environment().step_calls((), '')
+  with pytest.raises(ValueError, match='must be a function with a name'):
+    actor(conversation.make(factory.glm(), 'chat'), ({'x': 1},))
 
 
 @pytest.fixture(scope='module')

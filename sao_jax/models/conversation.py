@@ -215,6 +215,8 @@ class ChatConversation:
       blanks = tail[:len(tail) - len(bare)]
       return bare if blanks and text.endswith(blanks) else tail
     stop = self._tokenizer.decode([stop_id])
+    if not stop:  # An id beyond the tokenizer's vocabulary: it stands for nothing that the template could write.
+      return tail
     if bare.startswith(stop):
       return bare[len(stop):]
     # Another stop token than the template's. One that opens a message (GLM: <|user|>) would begin one here; others only stand there.
