@@ -13,7 +13,7 @@ from sao_jax.environments.base import AsyncEnvironment, Environment, Observation
 from sao_jax.models import conversation, pretrained, transformer
 from sao_jax.rollouts import actor
 from tests import tokenizer_factory as factory
-from tests.tiny_run import run
+from tests.tiny_run import Interrupted, run
 
 
 def call(left, operation, right, name='calculator'):
@@ -116,20 +116,44 @@ def folder(tmp_path_factory):
   return str(path)
 
 
-@pytest.mark.slow
-def test_a_whole_run_with_tool_calls_and_segments(folder, tmp_path, monkeypatch):
-  summary, _, rows = run(
-      tmp_path, monkeypatch, model__pretrained=folder, model__tokenizer='pretrained', task__name='calculator',
+def settings(folder):
+  return dict(
+      model__pretrained=folder, model__tokenizer='pretrained', task__name='calculator',
       task__settings={'chat': True, 'min_operations': 1, 'max_operations': 1, 'max_operand': 30, 'demonstration_noise': 0.0},
       task__max_tokens=256, task__max_segments=2, task__max_turns=6, task__max_turn_tokens=40, learner__lengths=(256,),
       learner__batch_size=8, sampler__cache_lengths=(256,), sampler__prefill_lengths=(128,), sft__steps=60, sft__batch_size=8,
-      learner__value_warmup_steps=0, rl__policy_steps=3, value_pretrain__rollouts=0, evaluation__prompts=8, evaluation__every=0)
+      learner__value_warmup_steps=0, rl__policy_steps=4, value_pretrain__rollouts=0, evaluation__prompts=8, evaluation__every=0,
+      checkpoint__every=1)
+
+
+@pytest.fixture(scope='module')
+def whole(folder, tmp_path_factory):
+  workdir = tmp_path_factory.mktemp('whole')
+  with pytest.MonkeyPatch.context() as patch:
+    return workdir, *run(workdir, patch, **settings(folder))
+
+
+@pytest.mark.slow
+def test_a_whole_run_with_tool_calls_and_segments(whole):
+  workdir, summary, _, rows = whole
   accounting = summary['accounting']
-  assert accounting['trained'] == 3 * 8  # Tickets are counted, not segments.
+  assert accounting['trained'] == 4 * 8  # Tickets are counted, not segments.
   assert accounting['admitted'] == accounting['trained'] + accounting['carried_over'] + sum(accounting['dropped'].values())
   trained = [row for row in rows if 'rollout/segments' in row]
   assert max(row['rollout/segments'] for row in trained) > 1.0 and max(row['environment/tool_calls'] for row in trained) > 0.2
-  assert all(row['sampler_vs_learner/log_prob_gap_max'] < 1e-3 for row in rows if 'sampler_vs_learner/log_prob_gap_max' in row)
-  samples = [json.loads(line) for path in (tmp_path / 'rollouts').glob('*.jsonl') for line in path.read_text().splitlines()]
+  gaps = [row['sampler_vs_learner/log_prob_gap_max'] for row in rows if 'sampler_vs_learner/log_prob_gap_max' in row]
+  assert gaps and max(gaps) < 1e-3
+  samples = [json.loads(line) for path in (workdir / 'rollouts').glob('*.jsonl') for line in path.read_text().splitlines()]
   text = ''.join(s['text'] for sample in samples for s in sample['segments'])
   assert '<|im_start|>tool\n' in text and '<tool_call>' in text
+
+
+@pytest.mark.slow
+def test_a_run_resumed_in_the_middle_of_segments_is_the_same_run(whole, folder, tmp_path, monkeypatch):
+  _, summary, state, _ = whole
+  with pytest.raises(Interrupted):
+    run(tmp_path, monkeypatch, stop_at=62, **settings(folder))
+  resumed, resumed_state, _ = run(tmp_path, monkeypatch, **settings(folder))
+  assert resumed['accounting'] == summary['accounting']
+  for path, value in state.policy.items():
+    np.testing.assert_array_equal(resumed_state.policy[path], value)
