@@ -541,11 +541,12 @@ def actor(conversation: Conversation, tools: Sequence[Mapping[str, Any]]) -> Cal
   """How a turn's text steps an environment: as text, or as the tool calls in it where there are `tools`.
 
   Raises:
-    ValueError: `tools` are no JSON-schema functions.
+    ValueError: `tools` are no JSON-schema functions, or the chat template has no place for the answer of a tool.
   """
   if not tools:
     return lambda environment, text: environment.step(text)
   tool_calls.check_tools(tools)
+  conversation.follow([{'role': 'user', 'content': 'x'}], 'x', [{'role': 'tool', 'content': 'x'}], stop_id=None, tools=tools)
   form, lead, tools = conversation.tool_format, conversation.lead, tuple(tools)
 
   def act(environment: Environment, text: str) -> StepResult:

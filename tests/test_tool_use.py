@@ -102,6 +102,10 @@ def test_tools_of_an_asynchronous_environment():
     Environment().step_calls((), '')
   with pytest.raises(ValueError, match='must be a function with a name'):
     actor(conversation.make(factory.glm(), 'chat'), ({'x': 1},))
+  strict = factory.chatml("{% for m in messages %}{% if m.role not in ('user', 'assistant') %}{{ raise_exception('no ' + m.role) }}{% endif %}"
+                          "{{ m.role + m.content + '<|im_end|>' }}{% endfor %}{{ tools or '' }}")
+  with pytest.raises(ValueError, match='cannot be rendered: no tool'):  # Before anything is sampled.
+    actor(conversation.make(strict, 'chat'), environment.tools)
 
 
 @pytest.fixture(scope='module')

@@ -65,7 +65,10 @@ def hide(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), c
     role, content = message.get('role'), message.get('content')
     if not isinstance(role, str) or not isinstance(content, str):
       raise ValueError(f'A message must have a role and a content, both texts (not a list of parts), got {dict(message)!r}.')
-    said = (_hide_turn if role == 'assistant' else _hide_core)(hidden, content, number)
+    if role == 'assistant' and not (message.get('tool_calls') and not content.strip()):
+      said = _hide_turn(hidden, content, number)
+    else:
+      said = _hide_core(hidden, content, number)
     others = {k: _hide_control(hidden, v, control, number) for k, v in message.items() if k not in ('role', 'content')}
     hidden.messages.append({'role': role, 'content': said, **others})
   return hidden

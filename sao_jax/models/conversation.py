@@ -134,6 +134,7 @@ class ChatConversation:
     self._control = re.compile('|'.join([*map(re.escape, names), NAME.pattern]))  # A text that looks like one of our names is text, too.
     self.tool_format = 'glm' if '<arg_key>' in tokenizer.chat_template else 'hermes'
     self.lead = self._lead()
+    self._after_header = 'special' if isinstance(tokenizer.split(self._probe(['user'], generation=True))[-1], int) else 'text'
     self._renders_tools = self._knows_tools()
     self.stop_ids = tokenizer.stop_ids
     closing = self._closing('user')
@@ -226,8 +227,7 @@ class ChatConversation:
     closing = self._closing(next_role)
     hidden = Hidden()
     name = hidden.name(text, message=0, markup=True)
-    after = 'special' if self.lead == '' else 'text'
-    return self._ids(name, hidden, after) + [self.stop_ids[0] if closing is None or closing not in self.stop_ids else closing]
+    return self._ids(name, hidden, self._after_header) + [self.stop_ids[0] if closing is None or closing not in self.stop_ids else closing]
 
   # --- Parts -------------------------------------------------------------------------------------------------------------------
 

@@ -62,6 +62,9 @@ CASES = {  # name -> (tokenizer, messages, tools, settings of the template)
     'structured_calls': ('qwen3', [
         USER, assistant('Let me see.', tool_calls=[{'type': 'function', 'function': {'name': 'get_weather', 'arguments': {'city': 'Zürich "x"'}}}]),
         TOOL, TOOL], TOOLS, {}),
+    'calls_without_text': ('qwen3', [
+        USER, assistant('', tool_calls=[{'name': 'add', 'arguments': {}}, {'name': 'get_weather', 'arguments': {'city': '<tool> & é'}}]), TOOL],
+        TOOLS, {}),
     'reasoning_between_calls': ('qwen3', [USER, assistant(THOUGHT + CALL), TOOL, assistant(THOUGHT + CALL), TOOL], TOOLS, {}),
     'blanks': ('qwen3', [{'role': 'user', 'content': '\n\n  a \n'}, assistant('\n b \n\n'), {'role': 'user', 'content': '\tc'}], [], {}),
     'smollm2_user': ('smollm2', [USER], [], {}),
