@@ -149,6 +149,31 @@ class FormsTest(parameterized.TestCase):
     self.assertEqual(forms.unit_of(f'square {text}'), 'inch^2')
 
 
+SOUP = st.lists(st.sampled_from(
+    [*'0123456789xyeiCf+-*/^_=<>()[]{},;:!|%.$& ~', '12', '1,234', '0.5', r'\frac', r'\sqrt', r'\pm', r'\{', r'\}', r'\$', r'\%',
+    r'\left(', r'\right]', r'\cup', r'\in ',
+     r'\text{cm}', r'\text{ or }', r'\leq ', r'\neq ', r'\infty', r'\pi', r'^\circ', r'\begin{pmatrix}', r'\end{pmatrix}', r'\\',
+     r'\ldots', ' and ', 'apples', r'\binom',
+     '!!', r'\mathbb{R}', r'\setminus', r'\approx ', r'\boxed{', '\n', r'\text{base}', r'\lfloor', r'\rfloor', r'\angle']),
+     max_size=14).map(''.join)
+
+
+@settings(max_examples=3000, deadline=None)
+@given(SOUP, SOUP)
+def test_no_answer_however_odd_raises(gold, answer):
+  """And every answer is right against itself, in its string and as a form."""
+  for text in (gold, answer):
+    form = forms.parse(text)
+    assert compare.Comparer(compare.NoAlgebra()).same(form, form)
+    simple.whole_number(text)
+    guards.refusal(text)
+    extract.extract(text, 'auto')
+  try:
+    plain_verdict(gold, answer)
+  except arithmetic.TooLarge:
+    pass
+
+
 def test_the_table_is_long_and_of_many_kinds():
   algebra = graders_table.pairs(graders_table.ALGEBRA)
   assert len(PLAIN) >= 400 and len(algebra) >= 200 and len({k for k, *_ in PLAIN + algebra}) >= 14

@@ -70,7 +70,9 @@ class Comparer:
     """x = 5 is 5; x = 5 is not y = 5; f(x) = x and f(t) = t are the same; y = 2x is y - 2x = 0."""
     if isinstance(gold, Named) and isinstance(response, Named):
       if gold.name == response.name and len(gold.arguments) == len(response.arguments):
-        renamed = _rename(response.value, dict(zip(response.arguments, gold.arguments)))
+        names = dict(zip(response.arguments, gold.arguments))
+        free = {new: old for old, new in names.items() if new not in names}  # f(t) = x + t is not f(x) = x + x.
+        renamed = _rename(response.value, {**free, **names})
         return self.same(gold.value, renamed)
       if gold.equation and response.equation and not gold.arguments and not response.arguments and _symbols(gold.equation[1]):
         return self._algebra.same_equation(gold.equation, response.equation, '=')

@@ -375,6 +375,8 @@ def _single(parts: Tokens) -> Form:
   unit, base = '', 0
   if parts[0] == '\\$' or parts[:2] == ('-', '\\$'):
     parts, unit = tuple(p for p in parts if p != '\\$'), 'dollar'
+    if not parts:
+      return Other(parts)
   for _ in range(3):
     stripped, found = _strip_unit(parts)
     if stripped == parts or not stripped:

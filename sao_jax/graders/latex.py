@@ -138,7 +138,7 @@ def string_key(text: str) -> str:
 def grouped(parts: Sequence[str]) -> list[str]:
   r"""Tokens with braces written out after \frac, \binom and \sqrt and taken away around single tokens after '^' and '_'.
 
-  \frac12 and \frac1{2} are \frac{1}{2}, \sqrt2 is \sqrt{2}, x^{2} is x^2. Recursion is as deep as the braces are.
+  \frac12 and \frac1{2} are \frac{1}{2}, \sqrt13 is \sqrt{13} (TeX reads \sqrt{1}3, nobody means it), x^{2} is x^2. Recursion is as deep as the braces are.
   """
   out: list[str] = []
   todo = list(reversed(parts))
@@ -158,7 +158,7 @@ def _next_group(todo: list[str]) -> list[str]:
       todo.pop()
       out += ['[', *grouped(_up_to(todo, '[', ']')), ']']
     for _ in range(ARGUMENTS[part]):
-      out += _argument(todo)
+      out += _argument(todo, whole_number=part == '\\sqrt')
     return out
   if part in '^_' and todo and todo[-1] == '{':
     inside = _next_group(todo)
@@ -166,13 +166,13 @@ def _next_group(todo: list[str]) -> list[str]:
   return [part]
 
 
-def _argument(todo: list[str]) -> list[str]:
-  """The next argument of a command, in braces; of several digits or letters without braces the first one is it."""
+def _argument(todo: list[str], whole_number: bool) -> list[str]:
+  """The next argument of a command, in braces; of several digits or letters without braces the first one is it, or the whole number."""
   if not todo:
     return []
   if todo[-1] == '{':
     return _next_group(todo)
-  if len(todo[-1]) > 1 and todo[-1].isalnum():
+  if len(todo[-1]) > 1 and todo[-1].isalnum() and not (whole_number and todo[-1].isdigit()):
     first, todo[-1] = todo[-1][0], todo[-1][1:]
     return ['{', first, '}']
   return ['{', *_next_group(todo), '}']

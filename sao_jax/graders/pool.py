@@ -48,7 +48,7 @@ class _Worker:
     lifeline, self._lifeline = os.pipe()
     try:
       self._process = subprocess.Popen(
-          [sys.executable, '-I', '-B', '-c', _BOOT, json.dumps([path for path in sys.path if path]), str(lifeline), str(memory_mb)],
+          [sys.executable, '-I', '-B', '-c', _BOOT, json.dumps([path or os.getcwd() for path in sys.path]), str(lifeline), str(memory_mb)],
           stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=(lifeline,), cwd='/', env=_environment(),
           start_new_session=True)
     except BaseException:

@@ -22,6 +22,7 @@ from sao_jax.graders.forms import Tokens
 DIGITS = 30
 CONSTANT_DIGITS = 150  # Where there is no variable, and so only one point.
 POINTS = 8
+MARKER = 'Xi'  # The parser knows no double factorial: n!! goes through it as the binomial of n and this symbol.
 _DECIMAL = re.compile(r'[0-9]*\.[0-9]+')
 _COUNTING = set('abcdijklmnopq')
 _WHOLE_FUNCTIONS = ('floor', 'ceiling', 'factorial', 'factorial2', 'binomial', 'Mod', 'gcd', 'lcm')
@@ -82,8 +83,10 @@ def _mended(parsed: Any, imaginary: bool) -> Any:
     elif symbol.name == 'i' and imaginary:
       replaced[symbol] = sympy.I
   parsed = parsed.xreplace(replaced) if replaced else parsed
-  double = sympy.Function('doublefactorial')
-  return parsed.replace(double, sympy.factorial2) if parsed.has(double) else parsed
+  if not any(symbol.name == MARKER for symbol in getattr(parsed, 'free_symbols', ())):
+    return parsed
+  return parsed.replace(
+      lambda e: isinstance(e, sympy.binomial) and getattr(e.args[1], 'name', '') == MARKER, lambda e: sympy.factorial2(e.args[0]))
 
 
 def _has_imaginary(parts: Sequence[str]) -> bool:
@@ -100,9 +103,10 @@ def to_latex(parts: Tokens) -> str:
   r"""LaTeX for the parser: decimals as fractions, mixed numbers as sums, !! as a function, letters apart."""
   out: list[str] = []
   for i, part in enumerate(parts):
+    before = parts[i - 1] if i else ''
     if _DECIMAL.fullmatch(part):
       whole, digits = part.split('.')
-      out.append(rf'\frac{{{int(whole + digits)}}}{{{10**len(digits)}}}')
+      out.append(rf'{{\frac{{{int(whole + digits)}}}{{{10**len(digits)}}}}}')
     elif part == '\\frac' and i and parts[i - 1].isdigit() and (i < 2 or parts[i - 2] not in '^_') and _proper(parts[i:i + 7]):
       out[-1] = f'({out[-1]}+' + r'\frac{' + parts[i + 2] + '}{' + parts[i + 5] + '})'
       out += [''] * 7
@@ -113,8 +117,8 @@ def to_latex(parts: Tokens) -> str:
       _double_factorial(out)
     elif part.isalpha() and part.isascii() and len(part) > 1:
       out.append(' '.join(part))
-    elif part in ('\\ldots', '\\,'):
-      out.append(' ')
+    elif before and before in '^_' and part != '{':
+      out.append(f'{{{part}}}')
     else:
       out.append(part)
   return latex.join([part for part in out if part])
@@ -138,7 +142,7 @@ def _double_factorial(out: list[str]) -> None:
   if start < 0:
     return
   inside = ''.join(out[start:stop])
-  out[start:] = [rf'\operatorname{{doublefactorial}}({inside})'] + [''] * (stop - start)
+  out[start:] = [rf'\binom{{{inside}}}{{\{MARKER}}}'] + [''] * (stop - start)
 
 
 # --- Equality ----------------------------------------------------------------------------------------------------------------------
@@ -177,6 +181,8 @@ def _points(expressions: Sequence[Any], count: int) -> list[dict[Any, Any]]:
         point[symbol] = sympy.Integer(rng.randint(3, 12) + (index % 5 * 17 if rounding else 0))
       else:
         value = sympy.Rational(rng.randint(10_001, 39_999), 17_383)
+        if rounding and index % 4 == 3:
+          value = sympy.Integer(rng.randint(1, 40))
         point[symbol] = -value if signs and rng.random() < 0.5 else value
     points.append(point)
   return points
