@@ -49,7 +49,8 @@ class ExtractionTest(parameterized.TestCase):
 
   @parameterized.parameters(
       ('tag', 'x <answer> 5 </answer> y', '5'), ('tag', '<answer>1</answer><answer>2</answer>', '2'), ('tag', '<answer>5', None),
-      ('hash', 'a\n#### 72', '72'), ('hash', '#### 1\n#### 2\nend', '2'), ('hash', '72', None), ('phrase', 'The answer is 72.', '72.'),
+      ('hash', 'a\n#### 72', '72'), ('hash', '#### 1\n#### 2\nend', '2'), ('hash', '72', None), ('phrase', 'The answer is 72.', '72'),
+      ('phrase', 'The final answer is $1.5$. I hope it is.', '$1.5$'),
       ('phrase', 'Answer: **72**', '72'), ('phrase', 'the final answer is: $x^2$\nok', '$x^2$'), ('phrase', '72', None),
       ('last_number', 'from 3 to 1,024.5 it is', '1024.5'), ('last_number', '12-7', '7'), ('last_number', 'none', None),
       ('last_line', 'a\n b \n\n', 'b'), ('last_line', ' \n', None), ('whole', ' 5 \n', '5'), ('whole', '', None),

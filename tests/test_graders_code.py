@@ -16,6 +16,7 @@ COMPLETE = {  # A task in the form of HumanEval.
     'entry_point': 'total',
     'test': 'def check(candidate):\n  assert candidate([1, 2]) == 4\n  assert candidate([]) == 1\n',
 }
+SETUP = {'test_list': ['assert double(node.value) == 6'], 'test_setup_code': 'node = Node(3)'}  # Uses what the program defines.
 ASSERTIONS = {'test_list': ['assert double(2) == 4', 'assert double(-1) == -2'], 'test_setup_code': 'import math'}
 
 
@@ -41,6 +42,7 @@ def code():
     ('```\ndef double(x):\n  return math.floor(2 * x)', ASSERTIONS, 'right'),  # A fence that is not closed; set-up code.
     ('def double(x):\n  return x + x', ASSERTIONS, 'right'),
     (fenced('def double(x):\n  return x * x'), ASSERTIONS, 'wrong'),
+    (fenced('class Node:\n  def __init__(self, v): self.value = v\n\ndef double(x):\n  return 2 * x'), SETUP, 'right'),
     (fenced('def double(x) return x'), ASSERTIONS, 'wrong'),
     (fenced('def double(x):\n  return 2 * x') + fenced('print(double(2))'), ASSERTIONS, 'right'),  # The last block with a definition.
     (fenced('def double(x):\n  return 0') + fenced('def double(x):\n  return 2 * x'), ASSERTIONS, 'right'),
@@ -102,7 +104,8 @@ def test_nothing_is_left_of_a_process_tree(code, tmp_path):
 def test_code_sees_no_environment_and_works_in_a_folder_of_its_own(code, monkeypatch):
   monkeypatch.setenv('A_SECRET', 'x')
   program = ('import os\nopen("made", "w").write("x")\n'
-             'def look(): return sorted(set(os.environ) - {"PATH", "HOME", "TMPDIR", "LANG", "LC_CTYPE"}), os.getcwd() == os.environ["HOME"], os.listdir(".")')
+             'KNOWN = {"PATH", "HOME", "TMPDIR", "LANG", "LC_CTYPE"}\n'
+             'def look(): return sorted(set(os.environ) - KNOWN), os.getcwd() == os.environ["HOME"], os.listdir(".")')
   grade = code.grade(fenced(program), 'assert look() == ([], True, ["made"]), look()')
   assert grade.verdict == 'right', grade
 

@@ -156,9 +156,8 @@ def extract_code(response: str, entry_point: str = '', *, completes: bool = Fals
 def program_of(code: str, metadata: Mapping[str, Any]) -> str:
   """The whole program: before the code stands what precedes the function in the prompt, or all of it where the code has no head."""
   prompt, entry_point = str(metadata.get('prompt', '')), metadata.get('entry_point', '')
-  setup = metadata.get('test_setup_code', '') or ''
   if not prompt or not entry_point:
-    return f'{setup}\n{code}'
+    return code
   head = re.search(rf'^(?:async )?def {re.escape(entry_point)}\b', prompt, flags=re.MULTILINE)
   if re.search(rf'^(?:async )?def {re.escape(entry_point)}\b', code, flags=re.MULTILINE):
     return prompt[:head.start() if head else 0] + '\n' + code
@@ -167,7 +166,8 @@ def program_of(code: str, metadata: Mapping[str, Any]) -> str:
 
 def tests_of(answer: str, metadata: Mapping[str, Any]) -> str:
   if metadata.get('test_list'):
-    return '\n'.join(metadata['test_list'])
+    setup = metadata.get('test_setup_code', '')  # Runs after the program: some of it uses classes that the program defines.
+    return '\n'.join([*([setup] if setup else []), *metadata['test_list']])
   if metadata.get('test'):
     check = f'\ncheck({metadata["entry_point"]})\n' if metadata.get('entry_point') else ''
     return metadata['test'] + check

@@ -4,7 +4,7 @@ Forms:
   'boxed'        the last \boxed{...} (also \fbox, \framebox), see `boxed`
   'tag'          between the last '<answer>' and '</answer>'
   'hash'         after the last '####', to the end of its line (the form of GSM8K)
-  'phrase'       after the last 'answer is' or 'answer:', to the end of its line
+  'phrase'       after the last 'answer is' or 'answer:', to the end of its sentence or line
   'last_number'  the last decimal number, thousands separators allowed
   'last_line'    the last line that is not blank
   'whole'        the whole response
@@ -28,6 +28,7 @@ _BRACES = re.compile(rf'(?P<box>{_BOX})\s*(?P<open>\{{)?|\\[{{}}]|\\\\(?!boxed|f
 _BARE = re.compile(r'[^\s$]*')
 _BETWEEN = re.compile(r'[\s$.]*(?:(?:,|;|\band\b|\bor\b|\\text\{\s*(?:and|or)\s*\})(?:\s|\$|\\quad|\\ )*)+')
 _PHRASE = re.compile(r'\banswers?(?:\s+is\b|\s*:)[\s:*]*', re.IGNORECASE)
+_SENTENCE_END = re.compile(r'\.(?:\s|$)')
 _NUMBER = re.compile(r'(?:(?<![0-9)])-)?[0-9][0-9,]*(?:\.[0-9]+)?')  # In '12-7' and '(3)-4' the minus is no sign.
 _COMMAND = re.compile(r'\\[A-Za-z]+')
 _WORD = re.compile(r'[A-Za-z]{2,}')
@@ -102,7 +103,7 @@ def _phrase(text: str) -> str | None:
   last = None
   for last in _PHRASE.finditer(text):
     pass
-  return text[last.end():].split('\n', 1)[0].strip().strip('*') if last else None
+  return _SENTENCE_END.split(text[last.end():].split('\n', 1)[0], maxsplit=1)[0].strip().strip('*') if last else None
 
 
 def _last_number(text: str) -> str | None:

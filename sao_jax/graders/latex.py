@@ -138,7 +138,8 @@ def string_key(text: str) -> str:
 def grouped(parts: Sequence[str]) -> list[str]:
   r"""Tokens with braces written out after \frac, \binom and \sqrt and taken away around single tokens after '^' and '_'.
 
-  \frac12 and \frac1{2} are \frac{1}{2}, \sqrt13 is \sqrt{13} (TeX reads \sqrt{1}3, nobody means it), x^{2} is x^2. Recursion is as deep as the braces are.
+  \frac12 and \frac1{2} are \frac{1}{2}, \sqrt13 is \sqrt{13} (TeX reads \sqrt{1}3, but nobody means it), x^{2} is x^2. Recursion is as deep
+  as the braces are.
   """
   out: list[str] = []
   todo = list(reversed(parts))
