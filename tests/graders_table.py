@@ -106,6 +106,11 @@ PLAIN = {
         (r'x \neq 3', [r'(-\infty,3) \cup (3,\infty)', r'\mathbb{R} \setminus \{3\}', r'x \ne 3', 'x < 3 or x > 3'], ['x = 3', '3',
         r'x \neq 4', r'(3, \infty)']),
     ],
+    'sets in other words': [
+        (r'\{x : x > 2\}', ['x > 2', r'(2,\infty)', r'\{x \mid x > 2\}', r'\{x \in \mathbb{R} \mid x > 2\}'], [r'x \geq 2', '2',
+        r'\{x : x < 2\}']),
+        (r'\emptyset', [r'\{\}', '∅', r'\varnothing'], ['0', r'\{0\}']),
+    ],
     'equations and names': [
         ('x=5', ['5', 'x = 5', '5 = x', 'x = 5.0', 'x=10/2'], ['x=6', 'y=5', '6', 'x<5', 'x=5, 6']),
         ('x=1, y=2', ['y=2, x=1', 'x = 1 and y = 2'], ['x=2, y=1', 'x=1', 'x=1, y=3']),

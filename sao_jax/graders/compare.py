@@ -103,6 +103,8 @@ class Comparer:
     """Every item of each side is one of the other's; order does not count."""
     if len(gold) > MAX_ITEMS or len(response) > MAX_ITEMS:
       raise arithmetic.TooLarge(f'more than {MAX_ITEMS} items')
+    if not gold or not response:
+      return len(gold) == len(response)
     if len(gold) != len(response) and not all(isinstance(item, Single) for item in (*gold, *response)):
       return False
     pairs = [[self._lazily(g, r) for r in response] for g in gold]

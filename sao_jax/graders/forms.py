@@ -35,7 +35,8 @@ _UNITS = {
     'year': 'year', 'degree': 'degree', 'deg': 'degree', 'radian': 'radian', 'rad': 'radian', 'dollar': 'dollar', 'usd': 'dollar',
     'cent': 'cent', 'euro': 'euro', 'mph': 'mph', 'unit': '', 'percent': '%', 'percentage': '%',
 }
-_LABELS = {'\\angle', '\\triangle', '\\cap', '\\cup', '\\overline', '\\mathbb', '\\max', '\\min', '\\gcd', '\\measuredangle', '\\Delta'}
+_LABELS = {'\\angle', '\\triangle', '\\cap', '\\cup', '\\overline', '\\mathbb', '\\max', '\\min', '\\gcd', '\\measuredangle', '\\Delta',
+           '\\vec'}
 _NO_UNIT = frozenset((
     'if', 'is', 'are', 'not', 'for', 'when', 'where', 'otherwise', 'else', 'or', 'and', 'all', 'no', 'any', 'with', 'only', 'then',
     'but', 'mod', 'modulo', 'to', 'except', 'unless', 'than', 'plus', 'minus', 'times', 'over', 'base', 'from', 'we', 'it', 'as', 'so',
@@ -127,6 +128,8 @@ def of_tokens(parts: Tokens) -> Form:
   parts = _strip(parts)
   if not balanced(parts) or not parts:
     return Other(parts)
+  if parts == ('\\emptyset',):
+    return Many('set', ())
   words = latex.word_text(parts)
   if words is not None and not any(p in _RELATIONS for p in parts):
     return Words(words)
@@ -324,7 +327,7 @@ def _bracketed(parts: Tokens) -> Form | None:
     if not inside:
       return Many('set', ())
     if any(p in ('|', ':') or p in _RELATIONS for p in inside) or '\\ldots' in inside:
-      return Other(parts)
+      return _set_builder(inside) or Other(parts)
     items = of_tokens(inside)
     return Many('set', items.items if isinstance(items, Many) and items.kind == 'list' else (items,))
   if opening in '([' and closing in ')]' and len(pieces) == 2 and (opening + closing) != '()':
@@ -335,6 +338,16 @@ def _bracketed(parts: Tokens) -> Form | None:
     if len(pieces) == 1 and opening == '(' and inside:
       return of_tokens(inside)
   return None
+
+
+def _set_builder(inside: Tokens) -> Form | None:
+  r"""x > 2 of \{x : x > 2\} and of \{x \in \mathbb{R} \mid x > 2\}, where it says something of x alone; else None."""
+  pieces, _ = _split(inside, lambda p: p in ('|', ':'))
+  if len(pieces) != 2 or not all(pieces):
+    return None
+  name = _name(pieces[0][:-5] if pieces[0][-5:] == ('\\in', '\\mathbb', '{', 'R', '}') else pieces[0])
+  said = of_tokens(pieces[1]) if name and not name[1] else None
+  return said if isinstance(said, Named) and said.name == name[0] else None
 
 
 def _set_difference(parts: Tokens) -> Form | None:
