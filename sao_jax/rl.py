@@ -26,7 +26,7 @@ from sao_jax import report
 from sao_jax.batching import padding_fraction
 from sao_jax.clock import VirtualCalls, VirtualClock, WallClock
 from sao_jax.data import PromptStream
-from sao_jax.environments.base import Task
+from sao_jax.environments.base import Task, is_failure
 from sao_jax.metrics import Timers, rollout_metrics
 from sao_jax.param_store import ParamStore
 from sao_jax.rollout_queue import RolloutQueue
@@ -169,7 +169,7 @@ class ReinforcementLearning:
   def _errors_since(self) -> int:
     """Rollouts that failures of their environment cost since the last call."""
     dropped = self.queue.accounting()['dropped']
-    before, self._errored = self._errored, sum(n for reason, n in dropped.items() if reason.startswith('environment_'))
+    before, self._errored = self._errored, sum(n for reason, n in dropped.items() if is_failure(reason))
     return self._errored - before
 
   def _counters(self) -> dict[str, float]:

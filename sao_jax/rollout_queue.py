@@ -172,7 +172,7 @@ class RolloutQueue:
       return True
 
   def drop(self, ticket: int, reason: str, *, prompt: tuple[int, int] | None = None) -> None:
-    """Ends a running ticket without a rollout ('environment_error', 'environment_timeout', ...; 'overdue' for one that was cancelled).
+    """Ends a running ticket without a rollout ('environment_error', 'grader_timeout', ...; 'overdue' for one that was cancelled).
 
     Args:
       prompt: (prompt_id, attempt) to hand back through `returned_prompts`, unless that prompt was handed back before.

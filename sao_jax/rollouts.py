@@ -363,14 +363,14 @@ class RolloutEngine:
       raise error
     self._discard(session.environment)  # Also while a call that was given up hangs in it.
     session.environment = None
-    if session.retry < self._task.retries:
+    if session.retry < self._task.retries and getattr(error, 'retry', True):
       session.retry += 1
       if not self._replayable and session.phase == 'step':
         self.sampler.release(session.ticket)
         session.restart()
       self._call(session)
       return
-    reason = 'environment_timeout' if isinstance(error, TimeoutError) else 'environment_error'
+    reason = error.reason if isinstance(error, EnvironmentFailure) else 'environment_timeout'
     self._drop(session, reason)
     self._failures.add(f'{reason}: {error}')
 

@@ -21,10 +21,10 @@ def test_no_module_imports_jax():
   assert len(files) >= 5
   for file in files:
     for node in ast.walk(ast.parse(file.read_text())):
-      names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module] if isinstance(node, ast.ImportFrom) else []
-      for name in names:
+      names = [a.name for a in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+      for name in (f'{node.module}.{n}' if isinstance(node, ast.ImportFrom) else n for n in names):
         assert name.split('.')[0] not in ('jax', 'flax', 'optax', 'chex'), (file.name, name)
-        known = name.startswith('sao_jax.environments') or name in ('sao_jax.config', 'sao_jax.tool_calls')
+        known = name.startswith(('sao_jax.environments', 'sao_jax.graders', 'sao_jax.config', 'sao_jax.tool_calls'))
         assert known or not name.startswith('sao_jax'), (file.name, name)
 
 
@@ -49,7 +49,7 @@ def test_numbers_become_plain_floats():
 
 
 def test_make_names_what_is_known():
-  with pytest.raises(ValueError, match="Unknown environment 'calculater'; known: calculator, reasoning_gym, scripted"):
+  with pytest.raises(ValueError, match="Unknown environment 'calculater'; known: calculator, question_answer, reasoning_gym, scripted"):
     environments.make('calculater')
   with pytest.raises(ValueError, match="Unknown setting 'operations'.*min_operations, max_operations"):
     environments.make('calculator', operations=3)

@@ -475,11 +475,11 @@ def test_metrics_count_each_step_once_and_measure_the_wait():
   now[0] = 4.0
   queue.trained(tickets_of(queue.take(0, 0.0)), True)  # ...and ends at the one that gets a batch.
   now[0] = 8.0
-  queue.drop(queue.ticket(1), 'environment_error')
+  queue.drop(queue.ticket(1), 'grader_timeout')
   metrics = queue.metrics()
   wait = metrics['time/learner_wait_fraction']
   assert (wait.total, wait.count) == (4.0, 8.0)
-  assert metrics['queue/dropped_environment_error'] == 1.0 and metrics['queue/depth'] == 0.0
+  assert metrics['queue/dropped_grader_timeout'] == 1.0 and metrics['queue/depth'] == 0.0
   again = queue.metrics()
   assert again['queue/staleness_mean'].count == 0 and 'queue/staleness_max' not in again
 

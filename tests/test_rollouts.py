@@ -8,7 +8,7 @@ import pytest
 
 from sao_jax.clock import InlineCalls
 from sao_jax.config import TaskConfig
-from sao_jax.environments.base import Environment, EnvironmentFailure, Observation, StepResult, Task
+from sao_jax.environments.base import Environment, EnvironmentFailure, GraderError, GraderTimeout, Observation, StepResult, Task
 from sao_jax.models.conversation import RawConversation
 from sao_jax.models.tokenizers import ByteTokenizer
 from sao_jax.rollouts import Admission, RolloutEngine
@@ -57,7 +57,8 @@ class FakeSampler:
       cut = len(ids) > request.max_new_tokens
       ids = ids[:request.max_new_tokens]
       done.append(Completion(
-          session, ids, np.full(len(ids), -0.25, np.float32), np.full(len(ids), self.version, np.int32), 'length' if cut else 'stop_string'))
+          session, ids, np.full(len(ids), -0.25, np.float32), np.full(len(ids), self.version, np.int32),
+          'length' if cut else 'stop_string'))
       del self.requests[session]
     return done
 
@@ -130,7 +131,8 @@ def run(engine, sampler, iterations=20):
 
 
 def two_turns(turn, action):
-  return StepResult(Observation('obs ') if turn == 0 else Observation(), reward=[0.25, 1.0][turn], terminated=turn == 1, metrics={'success': 1.0})
+  return StepResult(Observation('obs ') if turn == 0 else Observation(), reward=[0.25, 1.0][turn], terminated=turn == 1,
+      metrics={'success': 1.0})
 
 
 def text_of(rollout, mask):
@@ -226,7 +228,9 @@ def test_without_replay_the_rollout_starts_over_as_another_attempt():
   assert flow.rollouts[0].attempt == 1 and flow.rollouts[0].ticket == 1
 
 
-@pytest.mark.parametrize('error, reason', [(EnvironmentFailure('x'), 'environment_error'), (TimeoutError('x'), 'environment_timeout')])
+@pytest.mark.parametrize('error, reason', [
+    (EnvironmentFailure('x'), 'environment_error'), (TimeoutError('x'), 'environment_timeout'), (GraderTimeout('x'), 'grader_timeout'),
+    (GraderError('x'), 'grader_error')])
 def test_repeated_failure_is_dropped_under_its_name_never_a_zero_reward(error, reason):
   def play(turn, action):
     raise error
@@ -234,6 +238,25 @@ def test_repeated_failure_is_dropped_under_its_name_never_a_zero_reward(error, r
   engine, sampler, flow = make(lambda *_: 'a;', play, count=3)
   run(engine, sampler)
   assert flow.rollouts == [] and [r for _, r, _ in flow.dropped] == [reason] * 3
+
+
+@pytest.mark.parametrize('error, calls', [(GraderError('x'), 4), (GraderTimeout('x'), 2)])
+def test_what_would_fail_again_is_not_tried_again(error, calls):
+  def play(turn, action):
+    raise error
+
+  engine, sampler, flow = make(lambda *_: 'a;', play)
+  run(engine, sampler)
+  assert len(Scripted.calls) == calls and [r for _, r, _ in flow.dropped] == [error.reason]
+
+
+def test_a_grader_that_mostly_fails_stops_the_run_under_its_own_name():
+  def play(turn, action):
+    raise GraderTimeout('no result within 5 s')
+
+  engine, sampler, _ = make(lambda *_: 'a;', play, count=100, task=dataclasses.replace(TASK, max_failure_share=0.5))
+  with pytest.raises(RuntimeError, match='max_failure_share=0.5.*grader_timeout: no result within 5 s'):
+    run(engine, sampler, 100)
 
 
 def test_an_error_that_is_no_failure_of_the_environment_goes_up():

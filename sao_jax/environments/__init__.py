@@ -10,6 +10,7 @@ from sao_jax.environments.base import AsyncEnvironment, Environment, Environment
 
 REGISTRY = {  # name -> (module, class)
     'calculator': ('sao_jax.environments.calculator', 'Calculator'),
+    'question_answer': ('sao_jax.environments.question_answer', 'QuestionAnswer'),
     'reasoning_gym': ('sao_jax.environments.reasoning_gym', 'ReasoningGym'),
     'scripted': ('sao_jax.environments.scripted', 'Scripted'),
 }

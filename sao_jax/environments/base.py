@@ -29,10 +29,42 @@ from sao_jax.tool_calls import ToolCall, ToolCallError, Turn
 
 SPLITS = ('train', 'test')
 CONVERSATIONS = ('raw', 'chat')
+FAILURE_KINDS = ('environment_', 'grader_')  # How the reasons begin for which failures drop a rollout.
+
+
+def is_failure(reason: str) -> bool:
+  """Whether a rollout dropped for `reason` was lost to its environment."""
+  return reason.startswith(FAILURE_KINDS)
 
 
 class EnvironmentFailure(Exception):
-  """The environment broke: a lost sandbox, a grader that raised, a reward that is not a number. Says nothing about the policy."""
+  """The environment broke: a lost sandbox, a grader that raised, a reward that is not a number. Says nothing about the policy.
+
+  Attributes of a subclass:
+    reason: the name under which lost rollouts are counted; begins with one of `FAILURE_KINDS`.
+    retry: whether the same call may go better the next time.
+  """
+
+  reason: str = 'environment_error'
+  retry: bool = True
+
+  def __init_subclass__(cls, **kwargs: Any):
+    super().__init_subclass__(**kwargs)
+    if not is_failure(cls.reason):
+      raise ValueError(f'The reason of {cls.__name__} must begin with one of {", ".join(FAILURE_KINDS)}; got {cls.reason!r}.')
+
+
+class GraderTimeout(EnvironmentFailure):
+  """A grader ran into its limits before it could tell; it would again."""
+
+  reason = 'grader_timeout'
+  retry = False
+
+
+class GraderError(EnvironmentFailure):
+  """A grader itself failed."""
+
+  reason = 'grader_error'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,174 @@
+"""The grader of code: runs it with the tests of its task, in a process of its own under limits.
+
+Tasks (by the fields in `metadata`):
+  'test', 'entry_point', 'prompt'   HumanEval: `check(entry_point)` of the test; what stands before the function in the prompt is kept
+  'test_list', 'test_setup_code'    MBPP: assertions
+  none of these                     the known answer itself holds the assertions
+
+What it is safe from, and what not: see docs/graders.md. Graded code has limits of time, memory, file size and open files, a temporary
+folder, an empty environment, and every process it leaves behind is ended. It is NOT isolated: it runs as this user, with the network, and
+can read and write what this user can. It runs in one Python process with its tests, so code that sets out to find them can forge the
+result. Use it for code of models that do not try to; a sandbox is for others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from typing import Any, Mapping
+
+from sao_jax.graders import base, code_child, extract
+
+MAX_CODE = 100_000  # Characters.
+_BLOCK = re.compile(r'^[ \t]*```[ \t]*([A-Za-z0-9_+-]*)[^\n]*\n', re.MULTILINE)
+_FENCE = re.compile(r'^[ \t]*```', re.MULTILINE)
+_LANGUAGES = ('', 'python', 'py', 'python3')
+_CODE = re.compile(r'^(?:def|class|import|from|async def|@|[A-Za-z_]\w*\s*=)', re.MULTILINE)
+
+
+class CodeTests(base.Grader):
+  """Right when every test passes.
+
+  A program that fails a test, raises, or takes longer or more memory than the limits is wrong: the limits are part of the task. Tests that
+  do not compile are 'grader_error'.
+
+  Args:
+    time_limit_s: of program and tests, wall and CPU.
+    memory_mb: address space.
+    workers: programs that run at once; 0 for one per CPU.
+  """
+
+  name = 'code'
+  needs_answer = False
+
+  def __init__(self, *, time_limit_s: float = 10.0, memory_mb: int = 1024, workers: int = 0):
+    for name, value, low, high in (('time_limit_s', time_limit_s, 0.1, 3600.0), ('memory_mb', memory_mb, 64, 1 << 20),
+                                   ('workers', workers, 0, 1024)):
+      if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise ValueError(f'{name} must be a number in [{low}, {high}], got {value!r}.')
+    self._time_limit_s, self._memory_mb = time_limit_s, int(memory_mb)
+    self._free = threading.Semaphore(int(workers) or len(os.sched_getaffinity(0)))
+    self._lock = threading.Lock()
+    self._lifelines: set[int] = set()
+    self._closed = False
+
+  def _grade(self, response: str, answer: str, metadata: Mapping[str, Any]) -> base.Grade:
+    entry_point = metadata.get('entry_point', '')
+    code = extract_code(response, entry_point, completes='prompt' in metadata)
+    if code is None:
+      return base.grade_of('no_answer', None, 'no code')
+    if len(code) > MAX_CODE:
+      return base.grade_of('wrong', code[:MAX_CODE], f'refused: longer than {MAX_CODE:,} characters')
+    tests = tests_of(answer, metadata)
+    if not tests.strip():
+      return base.grade_of('grader_error', code, 'the task has no tests')
+    verdict, reason = self._judge(program_of(code, metadata), tests)
+    return base.grade_of(verdict, code, reason)
+
+  def _judge(self, program: str, tests: str) -> tuple[str, str]:
+    nonce = secrets.token_hex(16)
+    with self._free:
+      outcome = self._run({
+          'program': program, 'tests': tests, 'nonce': nonce, 'time_limit_s': self._time_limit_s, 'memory_mb': self._memory_mb})
+    if outcome is None or outcome['outcome'] == 'closed':
+      return 'grader_error', 'the grader was closed' if self._closed else 'the supervisor ended without a result'
+    result = outcome['result']
+    if secrets.compare_digest(str(result.get('nonce', '')).encode(), nonce.encode()):
+      return 'right', 'all tests passed'
+    if result.get('stage') == 'tests':
+      return 'grader_error', f'the tests do not compile: {result.get("text")}'
+    if 'error' in result:
+      return 'wrong', f'{result.get("stage")}: {result["error"]}: {result.get("text")}'
+    if outcome['outcome'] in ('time', f'signal {int(code_child.signal.SIGXCPU)}'):
+      return 'wrong', f'took more than {self._time_limit_s:g} s'
+    return 'wrong', f'ended without passing the tests ({outcome["outcome"]})'
+
+  def _run(self, request: dict[str, Any]) -> dict[str, Any] | None:
+    """What the supervisor says, None if it says nothing."""
+    folder = tempfile.mkdtemp(prefix='graded-')
+    reading, writing = os.pipe()
+    with self._lock:
+      closed = self._closed
+      self._lifelines.add(writing)
+    try:
+      if closed:
+        return None
+      environment = {'PATH': os.defpath, 'HOME': folder, 'TMPDIR': folder, 'LANG': 'C.UTF-8'}
+      with subprocess.Popen(
+          [sys.executable, '-I', '-B', code_child.__file__, str(reading)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+          stderr=subprocess.DEVNULL, pass_fds=(reading,), cwd=folder, env=environment, start_new_session=True) as process:
+        try:
+          output, _ = process.communicate(json.dumps(request).encode(), timeout=self._time_limit_s + 20.0)
+        except subprocess.TimeoutExpired:
+          process.kill()
+          return None
+      return json.loads(output) if output else None
+    finally:
+      os.close(reading)
+      with self._lock:
+        mine = writing in self._lifelines
+        self._lifelines.discard(writing)
+      if mine:
+        os.close(writing)
+      shutil.rmtree(folder, ignore_errors=True)
+
+  def close(self) -> None:
+    """Ends all programs that run; their calls return 'grader_error'."""
+    with self._lock:
+      self._closed = True
+      lifelines = list(self._lifelines)
+      self._lifelines.clear()
+    for descriptor in lifelines:
+      with contextlib.suppress(OSError):
+        os.close(descriptor)
+
+
+def extract_code(response: str, entry_point: str = '', *, completes: bool = False) -> str | None:
+  """The code in a response.
+
+  Of blocks in ``` fences the last one that defines `entry_point`, else the last one with a definition, else the last one; a block that is
+  not closed reaches to the end. Without a block, the whole response where it looks like code, or where it `completes` a prompt.
+  """
+  text = response[-extract.WINDOW * 2:]
+  blocks, at = [], 0
+  while (start := _BLOCK.search(text, at)) is not None:
+    stop = _FENCE.search(text, start.end())
+    if start[1].lower() in _LANGUAGES:
+      blocks.append(text[start.end():stop.start() if stop else len(text)])
+    at = stop.end() if stop else len(text)
+  if not blocks:
+    return text if text.strip() and (completes or _CODE.search(text)) else None
+  for wanted in (f'def {entry_point}' if entry_point else 'def ', 'def '):
+    for block in reversed(blocks):
+      if wanted in block:
+        return block
+  return blocks[-1] if blocks[-1].strip() else None
+
+
+def program_of(code: str, metadata: Mapping[str, Any]) -> str:
+  """The whole program: before the code stands what precedes the function in the prompt, or all of it where the code has no head."""
+  prompt, entry_point = str(metadata.get('prompt', '')), metadata.get('entry_point', '')
+  if not prompt or not entry_point:
+    return code
+  head = re.search(rf'^(?:async )?def {re.escape(entry_point)}\b', prompt, flags=re.MULTILINE)
+  if re.search(rf'^(?:async )?def {re.escape(entry_point)}\b', code, flags=re.MULTILINE):
+    return prompt[:head.start() if head else 0] + '\n' + code
+  return prompt + code
+
+
+def tests_of(answer: str, metadata: Mapping[str, Any]) -> str:
+  if metadata.get('test_list'):
+    setup = metadata.get('test_setup_code', '')  # Runs after the program: some of it uses classes that the program defines.
+    return '\n'.join([*([setup] if setup else []), *metadata['test_list']])
+  if metadata.get('test'):
+    check = f'\ncheck({metadata["entry_point"]})\n' if metadata.get('entry_point') else ''
+    return metadata['test'] + check
+  return answer
