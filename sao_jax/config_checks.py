@@ -62,6 +62,8 @@ RANGES: dict[str, Interval] = {
     'task.retries': ANY_SIZE,
     'task.max_failure_share': Interval(0, 1, low_open=True),
     'task.workers': SIZE,
+    'data.epochs': ANY_SIZE,
+    'data.skip_solved': ANY_SIZE,
     'sampler.slots': SIZE,
     'sampler.page_size': SIZE,
     'sampler.pages': ANY_SIZE,

@@ -1,0 +1,82 @@
+"""The benchmarks: published rows become problems, and malformed ones are told with file and row."""
+
+import inspect
+import json
+import pathlib
+
+import pytest
+
+from sao_jax import benchmarks
+from sao_jax.data_sources import rows
+
+DATA = pathlib.Path(__file__).parent / 'data'
+FILES = {
+    'aime': 'made/aime.jsonl', 'beyondaime': 'beyondaime/BeyondAIME.jsonl', 'imo_answerbench': 'imo_answerbench/answerbench.csv',
+    'hmmt': 'made/hmmt.json', 'math500': 'math500/test.jsonl', 'gsm8k': 'gsm8k/test.jsonl', 'humaneval': 'humaneval/HumanEval.jsonl',
+    'mbpp': 'mbpp/mbpp.jsonl'}
+
+
+def problems_of(name, **settings):
+  return benchmarks.load(benchmarks.make(name), DATA / FILES[name], **settings)[0]
+
+
+def test_every_benchmark_is_tested_and_says_what_it_is():
+  assert set(FILES) == set(benchmarks.REGISTRY)
+  for name, function in benchmarks.REGISTRY.items():
+    made = benchmarks.make(name)
+    assert made.name == name and made.parse in rows.PARSERS
+    assert 'ource' in inspect.getdoc(function) and 'license' in inspect.getdoc(function) + inspect.getdoc(rows.PARSERS[made.parse]) or any(
+        x in inspect.getdoc(function) for x in ('MIT', 'CC-BY', 'CC0'))
+
+
+@pytest.mark.parametrize('name, count, first', [
+    ('aime', 3, 'made-1'), ('beyondaime', 6, '0'), ('imo_answerbench', 6, 'imo-bench-algebra-002'), ('hmmt', 3, '1'),
+    ('math500', 8, 'test/precalculus/807.json'), ('gsm8k', 6, '0'), ('humaneval', 3, 'HumanEval/0'), ('mbpp', 3, '11')])
+def test_rows_become_problems(name, count, first):
+  problems = problems_of(name)
+  assert len(problems) == count and problems[0].id == first
+  for problem in problems:
+    assert [m['role'] for m in problem.messages] == ['user']
+    assert '{question}' not in problem.messages[0]['content'] and len(problem.messages[0]['content']) > 40
+    assert 'question' not in problem.metadata and bool(problem.answer) == benchmarks.make(name).majority_vote
+  assert problems_of(name, limit=2) == problems[:2]
+
+
+def test_prompts_hold_the_question_and_what_else_is_needed():
+  gsm8k = problems_of('gsm8k')[0].messages[0]['content']
+  assert gsm8k.startswith('Janet\u2019s ducks') and gsm8k.endswith('within \\boxed{}.') and '####' not in gsm8k and '<<' not in gsm8k
+  mbpp = problems_of('mbpp')[0]
+  assert all(test in mbpp.messages[0]['content'] for test in mbpp.metadata['test_list'])
+  humaneval = problems_of('humaneval')[0]
+  assert 'def has_close_elements(' in humaneval.messages[0]['content'] and 'METADATA' not in humaneval.messages[0]['content']
+  assert humaneval.metadata['entry_point'] == 'has_close_elements' and 'def check(' in humaneval.metadata['test']
+
+
+def test_mbpp_takes_the_publishers_test_split_alone():
+  assert [p.id for p in problems_of('mbpp')] == ['11', '12', '13']  # The file holds 10 and 511 as well.
+  assert [p.index for p in problems_of('mbpp')] == [1, 2, 3]
+
+
+@pytest.mark.parametrize('template, values, text', [
+    ('{question}!', {'question': '{answer} {question}', 'answer': '42'}, '{answer} {question}!'),
+    ('\\boxed{} {question} {other}', {'question': '{}'}, '\\boxed{} {} {other}'), ('{a}{b}{a}', {'a': '{b}', 'b': '{a}'}, '{b}{a}{b}'),
+    ('none', {'a': 'x'}, 'none')])
+def test_fill_looks_at_the_template_alone(template, values, text):
+  assert benchmarks.fill(template, values) == text
+
+
+def test_unknown_names_rows_of_another_form_and_rows_twice(tmp_path):
+  with pytest.raises(ValueError, match="Unknown benchmark 'aime26'; known: aime, beyondaime"):
+    benchmarks.make('aime26')
+  with pytest.raises(ValueError, match=r"BeyondAIME.jsonl, line 1: has no field 'question'; it has 'problem', 'answer'"):
+    benchmarks.load(benchmarks.make('gsm8k'), DATA / FILES['beyondaime'])
+  with pytest.raises(ValueError, match=r"answerbench.csv, row 1 \(line 2\): has no field 'problem'"):
+    benchmarks.load(benchmarks.make('math500'), DATA / FILES['imo_answerbench'])
+  row = json.loads((DATA / FILES['humaneval']).read_text().splitlines()[0])
+  (tmp_path / 'a.jsonl').write_text(f'{json.dumps(row)}\n{json.dumps(row)}\n')
+  with pytest.raises(ValueError, match="more than one row with the id 'HumanEval/0'"):
+    benchmarks.load(benchmarks.make('humaneval'), tmp_path / 'a.jsonl')
+  train = [json.loads(line) for line in (DATA / FILES['mbpp']).read_text().splitlines()][-1]
+  (tmp_path / 'b.jsonl').write_text(json.dumps(train))
+  with pytest.raises(ValueError, match='none that belongs to mbpp'):
+    benchmarks.load(benchmarks.make('mbpp'), tmp_path / 'b.jsonl')
