@@ -14,6 +14,7 @@ from sao_jax import environments
 from sao_jax.environments import base, scripted
 
 ROOT = pathlib.Path(environments.__file__).parent
+HOST_CODE = ('sao_jax.environments', 'sao_jax.graders', 'sao_jax.config', 'sao_jax.data_order', 'sao_jax.data_sources')
 
 
 def test_no_module_imports_jax():
@@ -24,12 +25,7 @@ def test_no_module_imports_jax():
       names = [a.name for a in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
       for name in (f'{node.module}.{n}' if isinstance(node, ast.ImportFrom) else n for n in names):
         assert name.split('.')[0] not in ('jax', 'flax', 'optax', 'chex'), (file.name, name)
-<<<<<<< HEAD
-        assert not name.startswith('sao_jax') or name.startswith(('sao_jax.environments', 'sao_jax.graders', 'sao_jax.config')), (file.name, name)
-=======
-        host_code = name.startswith('sao_jax.environments') or name in ('sao_jax.config', 'sao_jax.data_order')
-        assert not name.startswith('sao_jax') or host_code, (file.name, name)
->>>>>>> b98d913 (Prompts from files and data sets: sources, exact mixtures and epochs, difficulty; benchmarks with resume; evaluation only reads a workdir)
+        assert not name.startswith('sao_jax') or name.startswith(HOST_CODE), (file.name, name)
 
 
 def test_terminated_wins_over_truncated():
@@ -53,11 +49,7 @@ def test_numbers_become_plain_floats():
 
 
 def test_make_names_what_is_known():
-<<<<<<< HEAD
-  with pytest.raises(ValueError, match="Unknown environment 'calculater'; known: calculator, question_answer, reasoning_gym, scripted"):
-=======
   with pytest.raises(ValueError, match="Unknown environment 'calculater'; known: ask, calculator, .*reasoning_gym, scripted"):
->>>>>>> b98d913 (Prompts from files and data sets: sources, exact mixtures and epochs, difficulty; benchmarks with resume; evaluation only reads a workdir)
     environments.make('calculater')
   with pytest.raises(ValueError, match="Unknown setting 'operations'.*min_operations, max_operations"):
     environments.make('calculator', operations=3)
