@@ -20,7 +20,7 @@ import json
 import os
 import pathlib
 import time
-from typing import Any, Callable, Iterator, Mapping, Protocol, Sequence
+from typing import Any, Callable, Iterator, Mapping, Sequence
 import zlib
 
 
@@ -31,6 +31,7 @@ from sao_jax.clock import InlineCalls
 from sao_jax.config import Config
 from sao_jax.environments.base import Task
 from sao_jax.evaluation import ListFlow, run_list
+from sao_jax.graders import Grader
 from sao_jax.models import conversation, files, pretrained, tokenizers
 from sao_jax.parts import Parts
 from sao_jax.rollouts import FailureShare
@@ -39,12 +40,6 @@ from sao_jax.workers import EnvironmentPool
 
 MAX_TURNS = {'ask': 1, benchmarks.PYTHON_TOOL: 50}
 FOREVER_S = 7 * 24 * 3600.0  # A long reply on a slow machine is no failure.
-
-
-class Grader(Protocol):
-  """What `graders.make` gives."""
-
-  def grade(self, response: str, answer: str, *, metadata: Mapping[str, Any] | None = None) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)

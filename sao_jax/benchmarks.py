@@ -13,6 +13,7 @@ import os
 from typing import Any, Callable, Mapping
 
 from sao_jax import data_sources
+from sao_jax.environments.question_answer import fill
 
 BOXED = '{question}\n\nReason step by step, and put the final answer within \\boxed{}.'
 PYTHON_TOOL = 'python_tool'  # Name in the registry of environments.
@@ -175,18 +176,6 @@ def _problem(benchmark: Benchmark, index: int, row: Mapping[str, Any]) -> Proble
   system = ({'role': 'system', 'content': benchmark.system},) if benchmark.system else ()
   metadata = {name: value for name, value in row.items() if name not in ('question', 'answer')}
   return Problem(index, row.get('id', str(index)), (*system, {'role': 'user', 'content': prompt}), row['answer'], metadata)
-
-
-def fill(template: str, values: Mapping[str, Any]) -> str:
-  """The template with every {name} of a text among `values` replaced, once; other braces stay, also those of the values."""
-  parts, rest = [], template
-  while True:
-    found = [(at, name) for name, value in values.items() if isinstance(value, str) and (at := rest.find('{' + name + '}')) >= 0]
-    if not found:
-      return ''.join(parts) + rest
-    at, name = min(found)
-    parts += [rest[:at], values[name]]
-    rest = rest[at + len(name) + 2:]
 
 
 def _twice(names: list[str]) -> str | None:

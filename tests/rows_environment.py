@@ -9,8 +9,8 @@ class ScriptedRows(Scripted):
 
   name = 'scripted_rows'
 
-  def __init__(self, *, rows: int = 12, weighted: bool = False, **settings):
-    super().__init__(**settings)
+  def __init__(self, *, rows: int = 12, weighted: bool = False, turns: int = 1):
+    super().__init__(turns=turns)
     self.rows, self.weighted = rows, weighted
 
   def task_sets(self, split: str) -> tuple[base.TaskSet, ...]:

@@ -57,14 +57,6 @@ def test_mbpp_takes_the_publishers_test_split_alone():
   assert [p.index for p in problems_of('mbpp')] == [1, 2, 3]
 
 
-@pytest.mark.parametrize('template, values, text', [
-    ('{question}!', {'question': '{answer} {question}', 'answer': '42'}, '{answer} {question}!'),
-    ('\\boxed{} {question} {other}', {'question': '{}'}, '\\boxed{} {} {other}'), ('{a}{b}{a}', {'a': '{b}', 'b': '{a}'}, '{b}{a}{b}'),
-    ('none', {'a': 'x'}, 'none')])
-def test_fill_looks_at_the_template_alone(template, values, text):
-  assert benchmarks.fill(template, values) == text
-
-
 def test_unknown_names_rows_of_another_form_and_rows_twice(tmp_path):
   with pytest.raises(ValueError, match="Unknown benchmark 'aime26'; known: aime, beyondaime"):
     benchmarks.make('aime26')

@@ -136,7 +136,7 @@ def difficulty(workdir):
 
 @pytest.mark.slow
 def test_a_run_over_rows_counts_their_difficulty_and_resumes_bit_equal(tmp_path, monkeypatch, scripted_rows):
-  settings = {**ROWS, 'task__settings': {'turns': 1, 'rows': 12, 'weighted': True, 'target': 'a'}, 'data__skip_solved': 3}
+  settings = {**ROWS, 'task__settings': {'turns': 1, 'rows': 12, 'weighted': True}, 'data__skip_solved': 3}
   summary, state, rows = run(tmp_path / 'whole', monkeypatch, **settings)
   with pytest.raises(Interrupted):
     run(tmp_path / 'cut', monkeypatch, stop_at=3, **settings)
