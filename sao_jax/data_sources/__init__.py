@@ -249,7 +249,7 @@ def _open_plain(values: Mapping[str, Any]) -> Source:
     table: files.Table = tfds.open_table(path.removeprefix(TFDS), split=values['split'], data_dir=values['data_dir'])
     name = values['name'] or '/'.join(x for x in (path.removeprefix(TFDS), values['split']) if x)
   else:
-    table = files.open_table(path)
+    table = files.open_table(path, rows.ERRATA.get(values['parse'], ()))
     name = values['name'] or '/'.join(pathlib.PurePath(files.stem(path)).parts[-2:])
   return _Table(
       name, table, fields=values['fields'], parse=values['parse'], skip=values['skip'], limit=values['limit'], check=values['check'])

@@ -46,8 +46,11 @@ class Table(Protocol):
     ...
 
 
-def open_table(path: str) -> Table:
-  """The table in a file. Raises ValueError for what is no such table, OSError for what cannot be opened."""
+def open_table(path: str, errata: Sequence[tuple[str, str]] = ()) -> Table:
+  """The table in a file. Raises ValueError for what is no such table, OSError for what cannot be opened.
+
+  `errata` are (text, right text): known faults of a CSV file, put right wherever they occur.
+  """
   ending = pathlib.PurePath(path.removesuffix('.gz')).suffix.lower()
   if ending not in ENDINGS or (ending == '.parquet' and path.endswith('.gz')):
     raise ValueError(f'{path} must end in one of {", ".join(ENDINGS)} (all but .parquet also with .gz), so that its format is known.')
@@ -62,6 +65,8 @@ def open_table(path: str) -> Table:
   text = _decode(path, data)
   if ending == '.json':
     return _Rows(path, digest, _json_rows(path, text), 'element')
+  for wrong, right in errata:
+    text = text.replace(wrong, right)
   return _csv(path, text, '\t' if ending == '.tsv' else ',', digest)
 
 

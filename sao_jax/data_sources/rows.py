@@ -116,7 +116,10 @@ def hmmt(row: Mapping[str, Any]) -> Row:
 
 
 def imo_answerbench(row: Mapping[str, Any]) -> Row:
-  """IMO-AnswerBench (google-deepmind/superhuman, CC-BY-4.0, (c) 2025 Google LLC; Luong et al., EMNLP 2025): `Problem`, `Short Answer`."""
+  """IMO-AnswerBench (google-deepmind/superhuman, CC-BY-4.0, (c) 2025 Google LLC; Luong et al., EMNLP 2025): `Problem`, `Short Answer`.
+
+  Of the published file one row is mended, see `ERRATA`.
+  """
   return {
       'question': text(row, 'Problem'), 'answer': text(row, 'Short Answer').strip(), 'id': text(row, 'Problem ID'),
       **{name.lower(): row[name] for name in ('Category', 'Subcategory', 'Source') if name in row}}
@@ -166,6 +169,11 @@ def last_boxed(solution: str) -> str:
       i += 1
   return ''
 
+
+ERRATA: dict[str, tuple[tuple[str, str], ...]] = {  # Faults of published files, by form: text as it is there, and as it should be.
+    # The quotation mark that ends the problem of imo-bench-algebra-036 is missing; without it the row's answer reads 'Algebra'.
+    'imo_answerbench': (('\\]\n,"$Y(x)=A+\\frac{B}{x}-x$"', '\\]\n","$Y(x)=A+\\frac{B}{x}-x$"'),),
+}
 
 PARSERS: dict[str, Callable[[Mapping[str, Any]], Row]] = {
     'gsm8k': gsm8k, 'math': math, 'beyondaime': beyondaime, 'aime': aime, 'hmmt': hmmt, 'imo_answerbench': imo_answerbench,
