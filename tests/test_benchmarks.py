@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from sao_jax import benchmarks
+from sao_jax import benchmarks, graders
 from sao_jax.data_sources import rows
 
 DATA = pathlib.Path(__file__).parent / 'data'
@@ -83,3 +83,42 @@ def test_unknown_names_rows_of_another_form_and_rows_twice(tmp_path):
   (tmp_path / 'b.jsonl').write_text(json.dumps(train))
   with pytest.raises(ValueError, match='none that belongs to mbpp'):
     benchmarks.load(benchmarks.make('mbpp'), tmp_path / 'b.jsonl')
+
+
+@pytest.fixture(scope='module')
+def real_graders():
+  made = {}
+
+  def grader(benchmark):
+    key = (benchmark.grader, json.dumps(benchmark.grader_settings))
+    if key not in made:
+      made[key] = graders.make(benchmark.grader, **benchmark.grader_settings)
+    return made[key]
+
+  yield grader
+  for grader in made.values():
+    grader.close()
+
+
+def gold_reply(name, problem):
+  """What a policy that knows the answer would write."""
+  if name == 'humaneval':
+    row = next(r for r in map(json.loads, (DATA / FILES[name]).read_text().splitlines()) if r['task_id'] == problem.id)
+    return f'Here it is.\n```python\n{row["prompt"]}{row["canonical_solution"]}\n```'
+  if name == 'mbpp':
+    return f'```python\n{problem.metadata["code"]}\n```'
+  return f'Let us see. So the answer is $\\boxed{{{problem.answer.strip("$.")}}}$.'
+
+
+@pytest.mark.parametrize('name', list(FILES))
+def test_the_grader_of_each_benchmark_takes_right_replies_and_no_others(real_graders, name):
+  benchmark = benchmarks.make(name)
+  problems = problems_of(name)[:4]
+  assert len(problems) >= 3
+  for problem, other in zip(problems, [*problems[1:], problems[0]]):
+    right = real_graders(benchmark).grade(gold_reply(name, problem), problem.answer, metadata=problem.metadata)
+    assert right.verdict == 'right', (problem.id, right)
+    wrong = real_graders(benchmark).grade(gold_reply(name, other), problem.answer, metadata=problem.metadata)
+    assert wrong.verdict == 'wrong', (problem.id, other.id, wrong)
+    nothing = real_graders(benchmark).grade('I do not know.', problem.answer, metadata=problem.metadata)
+    assert nothing.verdict in ('no_answer', 'wrong'), nothing

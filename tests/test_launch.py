@@ -155,7 +155,7 @@ def test_evaluations_that_cannot_be_are_told(arguments, text):
 @pytest.mark.slow
 def test_a_killed_benchmark_goes_on(tmp_path):
   """Killed (-9) as soon as two problems are written; the rest of the same command gives what an uninterrupted one gives."""
-  command = [*BENCHMARK, TINY, '--num_samples=2', '--max_tokens=8', '--slots=2']
+  command = [*BENCHMARK, TINY, '--config.model.max_length=1024', '--num_samples=2', '--max_tokens=8', '--slots=2']
   whole = launch('evaluate.py', *command, f'--output={tmp_path / "whole"}')
   assert whole.returncode == 0, whole.stderr
   env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'} | {
