@@ -28,7 +28,7 @@ from sao_jax import benchmark_scores, benchmarks, config as settings_lib, enviro
 from sao_jax.benchmark_scores import Sample
 from sao_jax.benchmarks import Benchmark, Problem
 from sao_jax.clock import InlineCalls
-from sao_jax.config import Config
+from sao_jax.config import Config, ModelConfig
 from sao_jax.environments.base import Task
 from sao_jax.evaluation import ListFlow, run_list
 from sao_jax.graders import Grader
@@ -69,6 +69,11 @@ class Request:
       raise ValueError(
           f'The python tool needs an environment named {benchmarks.PYTHON_TOOL!r}, and there is none in this version '
           f'(there are: {", ".join(sorted(environments.REGISTRY))}). Evaluate without it.')
+
+  @property
+  def room(self) -> int:
+    """Tokens that a sample may add to its prompt."""
+    return self.max_tokens * (2 if self.python_tool else 1)
 
   @property
   def environment(self) -> str:
@@ -118,7 +123,9 @@ def evaluate_benchmark(
     if todo:
       form = conversation.make(tokenizer, kind)
       longest = max(_prompt_length(form, kind, p) for p in problems)
-      with evaluate_run.opened(_fitted(config, model.max_length, request, kind, longest), workdir) as parts:
+      needed = longest + request.room + 1  # One more, so that the limit of a reply is met first.
+      fitted = _fitted(config, _context(model, workdir, needed), request, kind, longest, needed)
+      with evaluate_run.opened(fitted, workdir) as parts:
         _, policy = evaluate_run.policy_of(parts, step)
         sample_problems(parts, policy, todo, request, grader, name=benchmark.name, done=len(log.rows), on_problem=log.write)
     numbers = benchmark_scores.score(
@@ -155,14 +162,19 @@ def _prompt_length(form: conversation.Conversation, kind: str, problem: Problem)
   return len(form.first(messages if kind == 'chat' else '\n\n'.join(m['content'] for m in messages) + '\n\n'))
 
 
-def _fitted(config: Config, context: int, request: Request, kind: str, longest: int) -> Config:
+def _context(model: ModelConfig, workdir: str | os.PathLike[str] | None, needed: int) -> int:
+  """Longest sequence of the model. Random weights were made for none, so they take whatever the benchmark needs."""
+  return max(model.max_length, needed) if workdir is None and not model.pretrained else model.max_length
+
+
+def _fitted(config: Config, context: int, request: Request, kind: str, longest: int, needed: int) -> Config:
   """The settings with a task and buckets that fit the benchmark; nothing is trained."""
-  room = request.max_tokens * (2 if request.python_tool else 1)
-  total = min(longest + room + 1, context)  # One more, so that the limit of a reply is met first.
+  total = min(needed, context)
   slots = config.sampler.slots
   prefill = {64, min(512, 1 << max(6, (longest - 1).bit_length()))}
   fitted = dataclasses.replace(
       config,
+      model=config.model if config.model.pretrained else dataclasses.replace(config.model, max_length=context),
       task=dataclasses.replace(
           config.task, name=request.environment, settings={} if request.python_tool else {'conversation': kind},
           max_turns=MAX_TURNS[request.environment], max_turn_tokens=min(request.max_tokens, total), max_tokens=total,

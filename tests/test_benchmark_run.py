@@ -152,11 +152,17 @@ def test_a_grader_that_mostly_fails_ends_the_evaluation(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_prompt_that_does_not_fit_is_lost_not_wrong(tmp_path):
-  config = tiny_config(**{**SETTINGS, 'model__max_length': 330})
-  found = evaluate(tmp_path, config=config)
+def test_a_prompt_that_does_not_fit_is_lost_not_wrong(tmp_path, monkeypatch):
+  monkeypatch.setattr(benchmark_run, '_context', lambda *args: 330)
+  found = evaluate(tmp_path)
   long = [r['problem'] for r in lines(tmp_path) if r['samples'][0]['verdict'] == 'prompt_length']
   assert long and len(long) < 6 and found['lost'] == {'prompt_length': K * len(long)} and found['problems_lost'] == len(long)
+
+
+def test_the_context_of_a_trained_model_is_kept_and_random_weights_take_any():
+  for model, workdir, expected in (
+      (CONFIG.model, None, 5000), (CONFIG.model, 'run', 1024), (dataclasses.replace(CONFIG.model, pretrained='x'), None, 1024)):
+    assert benchmark_run._context(model, workdir, 5000) == expected
 
 
 def test_greedy_has_one_sample(tmp_path):
