@@ -1,11 +1,20 @@
-r"""Held-out success of a checkpoint, greedy and at temperature 1.
+r"""Held-out success of a checkpoint, greedy and at temperature 1; or a benchmark.
 
   python launch/evaluate.py --workdir=runs/quickstart [--checkpoint=12] [--num_prompts=500]
   python launch/evaluate.py --workdir=runs/quickstart --task=calculator --task_settings="{'min_operations': 3, 'max_operations': 3}"
   python launch/evaluate.py --config=configs/smollm2_chain_sum.py          (before any training)
 
-Settings come from the workdir's config.json, or from --config and its overrides. Prints a table on standard error and one JSON object on
-standard output. Intervals: 95 %, Wilson's for success, bootstrap for the mean reward.
+  python launch/evaluate.py --benchmark=beyondaime --benchmark_path=FILE --num_samples=4 --pretrained=FOLDER [--max_tokens=8192]
+  python launch/evaluate.py --benchmark=gsm8k --benchmark_path=FILE --workdir=runs/mine [--checkpoint=12] [--temperature=0]
+
+Benchmarks: aime, beyondaime, imo_answerbench, hmmt, math500, gsm8k, humaneval, mbpp; docs/data.md tells the form of their files.
+
+Settings come from the workdir's config.json, or from --config and its overrides, or are those of the folder (or name) --pretrained. A
+workdir is only read: a run may go on in it. Prints a table on standard error and one JSON object on standard output. Intervals: 95 %;
+Wilson's for success, bootstrap for the mean reward, bootstrap over problems for benchmarks.
+
+A benchmark writes to --output: problems.jsonl, a line as each problem ends, and summary.json. The same command again goes on where it was
+stopped.
 """
 
 import ast
@@ -27,7 +36,16 @@ TASK = flags.DEFINE_string('task', None, 'Another environment.')
 TASK_SETTINGS = flags.DEFINE_string('task_settings', None, "Its settings, as a Python dictionary, e.g. \"{'max_operations': 4}\".")
 NUM_PROMPTS = flags.DEFINE_integer('num_prompts', None, 'Held-out prompts; default: evaluation.prompts of the settings.', lower_bound=1)
 SEED = flags.DEFINE_integer('seed', None, 'Of the held-out prompts and the sampling noise; default: evaluation.seed of the settings.')
-TEMPERATURE = flags.DEFINE_float('temperature', 1.0, 'Of the sampled evaluation.')
+PRETRAINED = flags.DEFINE_string('pretrained', None, 'Folder or name of pretrained weights to evaluate, instead of --workdir or --config.')
+BENCHMARK = flags.DEFINE_string('benchmark', None, 'Name of a benchmark, instead of held-out prompts of a task.')
+BENCHMARK_PATH = flags.DEFINE_string('benchmark_path', None, 'File with the rows of the benchmark.')
+NUM_SAMPLES = flags.DEFINE_integer('num_samples', 1, 'Samples of each problem of the benchmark.', lower_bound=1)
+LIMIT = flags.DEFINE_integer('limit', None, 'Only the first so many problems of the benchmark.', lower_bound=1)
+MAX_TOKENS = flags.DEFINE_integer('max_tokens', 2048, 'Longest reply to a problem of the benchmark, in tokens.', lower_bound=1)
+SLOTS = flags.DEFINE_integer('slots', None, 'Replies sampled at once; default: 16, or sampler.slots of the settings.', lower_bound=1)
+PYTHON_TOOL = flags.DEFINE_bool('python_tool', False, 'Let the policy run Python while it solves a problem of the benchmark.')
+OUTPUT = flags.DEFINE_string('output', None, 'Folder for what a benchmark writes; default: runs/evaluations/NAME-HASH of its settings.')
+TEMPERATURE = flags.DEFINE_float('temperature', 1.0, 'Of the sampled evaluation; for a benchmark also 0, greedy.', lower_bound=0.0)
 TOP_P = flags.DEFINE_float('top_p', 1.0, 'Of the sampled evaluation; 1 for the whole distribution.')
 TOP_K = flags.DEFINE_integer('top_k', 0, 'Of the sampled evaluation; 0 for the whole distribution.')
 
@@ -41,17 +59,46 @@ def read_settings_file(path: pathlib.Path) -> dict:
     raise ValueError(f'{path} is damaged ({error!r}); restore it, or give the settings with --config.') from None
 
 
-def read_settings() -> dict:
+def check_flags() -> None:
+  """Raises ValueError for flags that do not go together."""
+  given = {name for name in flags.FLAGS if flags.FLAGS[name].present}
+  if WORKDIR.value is not None and PRETRAINED.value is not None:
+    raise ValueError('Give --workdir or --pretrained, not both.')
+  if CHECKPOINT.value is not None and WORKDIR.value is None:
+    raise ValueError('--checkpoint is that of a --workdir.')
+  if BENCHMARK.value is None:
+    wrong = sorted(given & {'benchmark_path', 'num_samples', 'limit', 'max_tokens', 'python_tool', 'output', 'slots'})
+    if wrong:
+      raise ValueError(f'--{wrong[0]} is for a benchmark; name it with --benchmark.')
+    if PRETRAINED.value is not None and TASK.value is None and CONFIG.value is None:
+      raise ValueError('Give --benchmark, --task or --config with --pretrained: what is to be evaluated?')
+  else:
+    wrong = sorted(given & {'task', 'task_settings', 'num_prompts'})
+    if wrong:
+      raise ValueError(f'--{wrong[0]} is for held-out prompts of a task; a benchmark has --limit and --num_samples.')
+    if BENCHMARK_PATH.value is None:
+      raise ValueError(f'Give --benchmark_path, the file with the rows of {BENCHMARK.value}; docs/data.md tells its form.')
+
+
+def read_settings(settings) -> dict:
   """The settings to evaluate with. Raises ValueError where there are none, or where they are not readable."""
   if CONFIG.value is not None:
     values = CONFIG.value.to_dict()
+  elif PRETRAINED.value is not None:
+    values = settings.default_dict()
+    values['sampler'] |= {'slots': 16, 'sessions': 16, 'prefill_rows': (4, 16)}
   elif WORKDIR.value is None:
-    raise ValueError('Give --workdir of a run, or --config for weights before any training.')
+    raise ValueError('Give --workdir of a run, --pretrained, or --config for weights before any training.')
   elif not (path := pathlib.Path(WORKDIR.value) / 'config.json').is_file():
     raise ValueError(f'{path} does not exist; is {WORKDIR.value} the workdir of a run? Else give --config.')
   else:
     values = read_settings_file(path)
-  values['sampler'] |= {'temperature': TEMPERATURE.value, 'top_p': TOP_P.value, 'top_k': TOP_K.value}
+  if PRETRAINED.value is not None:
+    values['model'] |= {'pretrained': PRETRAINED.value, 'tokenizer': 'pretrained'}
+  if SLOTS.value is not None:
+    values['sampler'] |= {'slots': SLOTS.value, 'sessions': max(SLOTS.value, values['sampler']['sessions'])}
+  greedy = BENCHMARK.value is not None and TEMPERATURE.value == 0
+  values['sampler'] |= {'temperature': 1.0 if greedy else TEMPERATURE.value, 'top_p': TOP_P.value, 'top_k': TOP_K.value}
   values['rl']['policy_steps'] = values['value_pretrain']['rollouts'] = values['sft']['steps'] = 0  # Nothing is trained here.
   if SEED.value is not None:
     values['evaluation']['seed'] = SEED.value
@@ -77,10 +124,59 @@ def table(found: dict) -> str:
   return '\n'.join(lines)
 
 
+def benchmark_table(found: dict) -> str:
+  """What a benchmark found, for a person."""
+  lost = ', '.join(f'{reason} {count}' for reason, count in found['lost'].items()) or 'none'
+  k = found['num_samples']
+  lines = [f'{found["benchmark"]}: {found["problems"]} problems, {k} samples each, temperature {found["temperature"]:g}', '']
+
+  def row(name: str, value: float, low: float, high: float, note: str = '') -> None:
+    lines.append(f'{name:12}{value:9.3f}  [{low:.3f}, {high:.3f}]{note}')
+
+  row(f'avg@{k}', found['avg'], found['avg_low'], found['avg_high'])
+  for n, at in found['pass_at'].items():
+    row(f'pass@{n}', at['value'], at['low'], at['high'], f'  ({at["problems"]} problems)' if at['problems'] < found['problems'] else '')
+  if 'maj' in found:
+    row(f'maj@{k}', found['maj'], found['maj_low'], found['maj_high'])
+  length = found['length']
+  lines += [
+      '', f'replies: mean length {length.get("mean", 0):.0f} tokens, longest {length.get("max", 0)}, truncated {found["truncated"]:.3f}, '
+      f'without an answer {found["no_answer_share"]:.3f}', f'lost samples (in no number above): {lost}', f'written to {found["output"]}']
+  return '\n'.join(lines)
+
+
+def run_benchmark(settings) -> dict:
+  """Judges the flags and the file before JAX is imported, then runs the benchmark."""
+  from sao_jax import benchmarks, graders
+
+  benchmark = benchmarks.make(BENCHMARK.value)
+  benchmarks.load(benchmark, BENCHMARK_PATH.value, limit=LIMIT.value)
+  config = settings.from_dict(read_settings(settings))
+  from sao_jax import benchmark_run
+
+  request = benchmark_run.Request(
+      num_samples=NUM_SAMPLES.value, temperature=TEMPERATURE.value, max_tokens=MAX_TOKENS.value, limit=LIMIT.value,
+      python_tool=PYTHON_TOOL.value)
+  grader = graders.make(benchmark.grader, **benchmark.grader_settings)
+  try:
+    return benchmark_run.evaluate_benchmark(
+        config, benchmark, BENCHMARK_PATH.value, request, workdir=WORKDIR.value, step=CHECKPOINT.value, output=OUTPUT.value, grader=grader)
+  finally:
+    grader.close()
+
+
 def main() -> None:
   from sao_jax import config as settings  # Settings are judged before JAX is imported.
 
-  config = settings.from_dict(read_settings())
+  check_flags()
+  if BENCHMARK.value is not None:
+    found = run_benchmark(settings)
+    from sao_jax import report
+
+    print(benchmark_table(found), file=sys.stderr)
+    print(json.dumps(report.plain(found)))
+    return
+  config = settings.from_dict(read_settings(settings))
   from sao_jax import report
   from sao_jax.evaluate_run import evaluate_run
 

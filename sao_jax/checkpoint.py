@@ -105,22 +105,32 @@ def flatten(tree: Any) -> dict[str, Any]:
 class Checkpointer:
   """Saves and restores numbered steps in one directory. Used from one thread; files are written behind."""
 
-  def __init__(self, directory: str | os.PathLike[str], keep: int):
+  def __init__(self, directory: str | os.PathLike[str], keep: int, *, read_only: bool = False):
     """Opens the directory, making it if need be, and clears away what a killed process left half-done.
 
     Args:
       directory: on a local or shared file system, used by one run at a time.
       keep: how many of the newest checkpoints stay.
+      read_only: only look: nothing is made, cleared or deleted, and `save` is refused. Another process may be writing there meanwhile.
 
     Raises:
-      CheckpointError: the directory cannot be written to.
+      CheckpointError: the directory cannot be written to; with `read_only`, that it does not exist.
     """
     if keep < 1:
       raise ValueError(f'checkpoint.keep must be at least 1, got {keep}.')
-    self._directory, self._keep = pathlib.Path(directory).absolute(), keep
+    self._directory, self._keep, self._read_only = pathlib.Path(directory).absolute(), keep, read_only
     self._verified: set[int] = set()
     self._saved = False
     self._checkpointer: ocp.AsyncCheckpointer | None = None
+    if read_only:
+      if not self._directory.is_dir():
+        raise CheckpointError(f'{self._directory} is no folder of checkpoints.')
+    else:
+      self._prepare()
+    self._checkpointer = ocp.AsyncCheckpointer(_Handler(arrays=ocp.StandardCheckpointHandler(), host=_HostHandler()))
+
+  def _prepare(self) -> None:
+    """Makes the directory, tries to write there, and clears it up."""
     try:
       self._directory.mkdir(parents=True, exist_ok=True)
       probe = self._directory / f'.writable_{os.getpid()}'
@@ -131,7 +141,6 @@ class Checkpointer:
       raise CheckpointError(
           f'Checkpoints cannot be written to {self._directory}: {error.strerror or error}. Choose a workdir that is writable and has room.'
       ) from error
-    self._checkpointer = ocp.AsyncCheckpointer(_Handler(arrays=ocp.StandardCheckpointHandler(), host=_HostHandler()))
 
   def save(self, step: int, arrays: Any, host: Mapping[str, Any]) -> None:
     """Starts saving; on return the arrays may be donated and `host` changed. Waits for the save before it.
@@ -144,6 +153,8 @@ class Checkpointer:
     Raises:
       CheckpointError: this save cannot start, or the one before it failed; older checkpoints stay.
     """
+    if self._read_only:
+      raise RuntimeError('This checkpointer was opened to read only.')
     self.wait()
     latest = self.latest_step()
     if latest is not None and step <= latest:
@@ -167,6 +178,8 @@ class Checkpointer:
     Raises:
       CheckpointError: the save under way failed.
     """
+    if self._read_only:
+      return
     try:
       self._checkpointer.wait_until_finished()
     except Exception as error:

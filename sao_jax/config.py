@@ -60,6 +60,15 @@ class TaskConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class DataConfig:
+  """How RL draws from tasks that have an end (rows of files); an environment that makes tasks without end takes the defaults alone."""
+
+  epochs: int = 0  # How often a prompt may come; the RL stage ends when the prompts do. 0: no end.
+  shuffle: bool = True  # Every epoch in an order of its own; False: in the order of the rows.
+  skip_solved: int = 0  # Pass over a prompt whose last so many rollouts all solved it; 0: never.
+
+
+@dataclasses.dataclass(frozen=True)
 class SamplerConfig:
   """Continuous batching over a paged cache."""
 
@@ -213,6 +222,7 @@ class Config:
   seed: int = 0
   model: ModelConfig = ModelConfig()
   task: TaskConfig = TaskConfig()
+  data: DataConfig = DataConfig()
   sampler: SamplerConfig = SamplerConfig()
   algorithm: AlgorithmConfig = AlgorithmConfig()
   learner: LearnerConfig = LearnerConfig()

@@ -63,6 +63,8 @@ RANGES: dict[str, Interval] = {
     'task.max_failure_share': Interval(0, 1, low_open=True),
     'task.workers': SIZE,
     'task.max_segments': Interval(1, 1024),
+    'data.epochs': ANY_SIZE,
+    'data.skip_solved': ANY_SIZE,
     'sampler.slots': SIZE,
     'sampler.page_size': SIZE,
     'sampler.pages': ANY_SIZE,

@@ -1,4 +1,7 @@
-"""Held-out success of one checkpoint, apart from the run that wrote it: any task, greedy and at a temperature."""
+"""Held-out success of one checkpoint, apart from the run that wrote it: any task, greedy and at a temperature.
+
+Nothing is written to the workdir and its lock is not taken: a run may go on there, and the folder may be read-only.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from sao_jax import prng
 from sao_jax.config import Config
 from sao_jax.evaluation import Evaluation
 from sao_jax.parts import Parts, build, initial_state
-from sao_jax.train import locked, validate_names
+from sao_jax.train import validate_names
 from sao_jax.types import Params
 
 
@@ -35,15 +38,12 @@ def evaluate_run(
     are those of `evaluation.Evaluation` with `reward_low` and `reward_high`, the 95 % bootstrap interval of the mean reward.
 
   Raises:
-    ValueError: no such checkpoint, settings that do not fit, or a run going on in the workdir.
+    ValueError: no such checkpoint, or settings that do not fit.
     OSError: a damaged checkpoint, or a folder that cannot be opened.
   """
   validate_names(config)
-  with _parts(config, workdir) as parts:
-    if workdir is None:
-      where, policy = {'checkpoint': None, 'stage': 'start', 'policy_step': 0}, parts.learner.policy_params(initial_state(parts))
-    else:
-      where, policy = _restore(parts, step)
+  with opened(config, workdir) as parts:
+    where, policy = policy_of(parts, step)
     found = parts.evaluate(policy, version=int(where['policy_step']), prompts=prompts, label='of the checkpoint')
   return {
       **where, 'task': config.task.name, 'n': found['greedy'].n, 'temperature': config.sampler.temperature,
@@ -51,26 +51,49 @@ def evaluate_run(
 
 
 @contextlib.contextmanager
-def _parts(config: Config, workdir: str | os.PathLike[str] | None) -> Iterator[Parts]:
+def opened(config: Config, workdir: str | os.PathLike[str] | None) -> Iterator[Parts]:
+  """Parts to evaluate with; those of a workdir only read from it. Raises ValueError for a folder without checkpoints."""
   with contextlib.ExitStack() as stack:
     if workdir is None:
       folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+      (folder / 'checkpoints').mkdir()
     else:
       folder = pathlib.Path(workdir)
-      if not (folder / 'checkpoints').is_dir():
-        raise ValueError(f'{folder} holds no checkpoints; give the workdir of a run.')
-      stack.enter_context(locked(folder))
-    parts = build(config, folder)
+      checkpoint_step(folder, None)
+    parts = build(config, folder, read_only=True)
     stack.callback(parts.close)
     yield parts
 
 
-def _restore(parts: Parts, step: int | None) -> tuple[dict[str, Any], Params]:
-  steps = parts.checkpointer.steps()
-  if not steps or (step is not None and step not in steps):
-    wanted = 'There is no checkpoint' if step is None else f'There is no checkpoint {step}'
-    raise ValueError(f'{wanted} in {parts.workdir / "checkpoints"}; those there are: {steps or "none"}.')
-  step = steps[-1] if step is None else step
+def checkpoint_step(workdir: pathlib.Path, step: int | None) -> int:
+  """`step`, or the newest one for None. Raises ValueError where it is not there, naming those that are."""
+  folder = workdir / 'checkpoints'
+  steps = sorted(int(p.name) for p in folder.glob('[0-9]*') if p.name.isdecimal() and p.is_dir())
+  if not steps and step is None:
+    raise ValueError(f'{workdir} holds no checkpoints; give the workdir of a run that has saved one.')
+  if step is not None and step not in steps:
+    raise ValueError(f'There is no checkpoint {step} in {folder}; those there are: {steps or "none"}.')
+  return steps[-1] if step is None else step
+
+
+def policy_of(parts: Parts, step: int | None) -> tuple[dict[str, Any], Params]:
+  """The policy of a checkpoint, the newest for None, or the one a run would start from where the workdir has no checkpoint.
+
+  Returns: {'checkpoint', 'stage', 'policy_step'} and the parameters.
+  """
+  if step is None and parts.checkpointer.latest_step() is None:
+    return {'checkpoint': None, 'stage': 'start', 'policy_step': 0}, parts.learner.policy_params(initial_state(parts))
+  number = checkpoint_step(parts.workdir, step)
+  while True:
+    try:
+      return _restore(parts, number)
+    except OSError:  # The run that is going on there may have deleted it for a newer one meanwhile.
+      if step is not None or (newest := checkpoint_step(parts.workdir, None)) == number:
+        raise
+      number = newest
+
+
+def _restore(parts: Parts, step: int) -> tuple[dict[str, Any], Params]:
   host = parts.checkpointer.restore_host(step)
   stage = 'rl' if host['stage'] == 'done' else host['stage']
   state = parts.checkpointer.restore(step, parts.learner.abstract_state(stage))

@@ -18,13 +18,20 @@ from sao_jax.types import Rollout
 
 
 class ListFlow:
-  """A fixed list of prompts in, a list of rollouts out; implements `rollouts.Flow`. The ticket is the place in the list."""
+  """A fixed list of prompts in, a list of rollouts out; implements `rollouts.Flow`. The ticket is the place in the list.
+
+  A prompt that is in the list several times has a task with another `attempt` each time, and so other noise.
+  """
 
   def __init__(self, prompts: Sequence[tuple[int, Task]]):
     self._prompts = prompts
     self._next = 0
     self.rollouts: list[Rollout] = []
     self.dropped: collections.Counter[str] = collections.Counter()
+
+  @property
+  def total(self) -> int:
+    return len(self._prompts)
 
   @property
   def done(self) -> int:
@@ -37,7 +44,7 @@ class ListFlow:
     ticket = self._next
     self._next += 1
     prompt_id, task = self._prompts[ticket]
-    return Admission(ticket, prompt_id, 0, task)
+    return Admission(ticket, prompt_id, task.attempt, task)
 
   def finish(self, rollout: Rollout, version: int) -> bool:
     del version
@@ -56,13 +63,9 @@ class ListFlow:
     return []
 
 
-def run_list(
-    make_engine: Callable[[ListFlow], RolloutEngine], prompts: Sequence[tuple[int, Task]], *, on_progress: Callable[[int], None]
-) -> ListFlow:
-  """Rolls out every prompt once, in the calling thread. Rollouts come back in the order of the prompts."""
-  flow = ListFlow(prompts)
-  engine = make_engine(flow)
-  while flow.done < len(prompts):
+def run_list(engine: RolloutEngine, flow: ListFlow, *, on_progress: Callable[[int], None]) -> None:
+  """Rolls out every prompt of the flow once, in the calling thread; its rollouts are then in the order of the prompts."""
+  while flow.done < flow.total:
     moved = engine.before_chunk()
     if engine.sampler.busy:
       engine.after_chunk(engine.sampler.step())
@@ -71,7 +74,6 @@ def run_list(
       time.sleep(0.001)  # Everything waits for environments.
   flow.rollouts.sort(key=lambda r: r.ticket)
   on_progress(flow.done)
-  return flow
 
 
 @dataclasses.dataclass(frozen=True)

@@ -116,9 +116,11 @@ class Parts:
     sampler = self.make_sampler(snapshot, seed=seed)  # Its cache lives only as long as this.
     sampler.reset(snapshot, seed=seed, temperature=0.0 if greedy else self.config.sampler.temperature)
     with self.environment_calls() as calls:
-      return evaluation.run_list(
-          lambda flow: self.make_engine(sampler, calls, flow, time.monotonic), prompts,
+      flow = evaluation.ListFlow(prompts)
+      evaluation.run_list(
+          self.make_engine(sampler, calls, flow, time.monotonic), flow,
           on_progress=lambda done: self.progress_bar.note(f'{label}: {done}/{len(prompts)}'))
+      return flow
 
   @contextlib.contextmanager
   def environment_calls(self) -> Iterator[Calls]:
@@ -143,8 +145,11 @@ class Parts:
     }
 
 
-def build(config: Config, workdir: pathlib.Path) -> Parts:
-  """Builds the parts of a run. Raises ValueError for settings that do not fit together or the machine, before anything compiles."""
+def build(config: Config, workdir: pathlib.Path, *, read_only: bool = False) -> Parts:
+  """Builds the parts of a run. Raises ValueError for settings that do not fit together or the machine, before anything compiles.
+
+  With `read_only` nothing is written to the workdir: its checkpoints are there to be read, also while a run is writing them.
+  """
   model = pretrained.resolve_config(config.model)
   tokenizer = tokenizers.make(model)
   environment = environments.make(config.task.name, **config.task.settings)
@@ -161,7 +166,7 @@ def build(config: Config, workdir: pathlib.Path) -> Parts:
       learner_mesh=learner_mesh, sampler_mesh=sampler_mesh,
       progress_bar=report.ProgressBar(enabled=config.logging.progress),
       convert=sharding.make_converter(sharding.param_shardings(axes, shapes, sampler_mesh), config.sampler.dtype),
-      checkpointer=Checkpointer(workdir / 'checkpoints', keep=config.checkpoint.keep))
+      checkpointer=Checkpointer(workdir / 'checkpoints', keep=config.checkpoint.keep, read_only=read_only))
 
 
 def initial_state(parts: Parts) -> TrainState:

@@ -41,23 +41,37 @@ IDLE_S = 0.02  # Longest sleep of the rollouts thread while every session waits 
 
 
 class TrainingFlow:
-  """Tickets and prompts in, finished rollouts to the queue; implements `rollouts.Flow`. Owned by the rollouts thread."""
+  """Tickets and prompts in, finished rollouts to the queue; implements `rollouts.Flow`. Owned by the rollouts thread.
+
+  Attributes:
+    ended: the stream had no prompt left when it was last asked; may be read from any thread.
+  """
 
   def __init__(self, rollout_queue: RolloutQueue, stream: PromptStream):
     self._queue, self._stream = rollout_queue, stream
-    self.finish = rollout_queue.put
+    self.ended = False
     self.drop = rollout_queue.drop
     self.set_oldest = rollout_queue.set_oldest
     self.overdue = rollout_queue.overdue_running
 
   def admit(self, version: int) -> Admission | None:
+    self.ended = False  # Before prompts come back: whoever sees that none waits must not see the old answer.
     for prompt_id, attempt in self._queue.returned_prompts():
       self._stream.give_back(prompt_id, attempt)
+    self.ended = self._stream.exhausted
+    if self.ended:
+      return None
     ticket = self._queue.ticket(version)
     if ticket is None:
       return None
     prompt_id, attempt, task = self._stream.next()
     return Admission(ticket, prompt_id, attempt, task)
+
+  def finish(self, rollout: Rollout, version: int) -> bool:
+    taken = self._queue.put(rollout, version)
+    if taken:
+      self._stream.record(rollout.prompt_id, rollout.total_reward, rollout.metrics.get('success', 0.0) >= 1.0)
+    return taken
 
   def task_of(self, prompt_id: int, attempt: int) -> Task:
     return self._stream.task(prompt_id, attempt)
@@ -87,14 +101,16 @@ class ReinforcementLearning:
         capacity=c.queue.capacity, batch_size=c.learner.batch_size, max_staleness=c.queue.max_staleness, overdue=c.queue.overdue,
         truncation=c.algorithm.truncation, vocab_size=self.parts.model.vocab_size, max_length=self.parts.max_length,
         clock=self.clock.now)
-    self.stream = PromptStream(self.parts.environment, seed=c.seed, split='train')
+    self.stream = PromptStream(
+        self.parts.environment, seed=c.seed, split='train', epochs=c.data.epochs, shuffle=c.data.shuffle, skip_solved=c.data.skip_solved,
+        host=jax.process_index(), hosts=jax.process_count())
     self.store = ParamStore(self.parts.convert, self.parts.learner.policy_params(run.state), version=run.progress.version)
     self.sampler = self.parts.make_sampler(self.store.latest(), seed=c.seed)
     self._given = self.store.version  # Version of the newest snapshot that the sampler was given.
     self.turns = DeviceTurns(self.parts.shared_devices)
     self.calls = VirtualCalls(self.clock) if self.virtual else EnvironmentPool(c.task.workers, c.task.step_timeout_s)
-    flow = TrainingFlow(self.queue, self.stream)
-    self.engine = self.parts.make_engine(self.sampler, self.calls, flow, self.clock.now)
+    self.flow = TrainingFlow(self.queue, self.stream)
+    self.engine = self.parts.make_engine(self.sampler, self.calls, self.flow, self.clock.now)
     self.chunks = int(saved['chunks']) if saved else 0
     self._timers = Timers(self.clock.now)
     self._sampled = self._counters()
@@ -106,11 +122,11 @@ class ReinforcementLearning:
     if saved:
       self.queue.restore(saved['queue'])
       self.stream.restore(saved['stream'])
-      self.engine.restore(saved['engine'], flow.task_of)
+      self.engine.restore(saved['engine'], self.flow.task_of)
       self._errors_since()  # Those before the checkpoint were reported.
 
   def run(self) -> None:
-    """Trains to the last step. On any error threads are stopped first; the first cause goes up."""
+    """Trains to the last step, or until the prompts end. On any error threads are stopped first; the first cause goes up."""
     try:
       if self.run_state.progress.stage_step < self.total:
         self.sampler.warm_up()
@@ -120,6 +136,9 @@ class ReinforcementLearning:
           self._run_virtual() if self.virtual else self._run_wall()
       self.run_state.flush_metrics()
       self._keep_state()
+      if self.run_state.progress.stage_step < self.total:
+        self.parts.progress_bar.line(
+            f'the prompts ended after {self.run_state.progress.stage_step} of {self.total} steps (data.epochs={self.config.data.epochs})')
     finally:
       self.engine.close()
       if not self.virtual and not self.calls.close(SHUTDOWN_S / 2):
@@ -204,6 +223,12 @@ class ReinforcementLearning:
 
   def _keep_state(self) -> None:
     self.run_state.progress.rl = self.state()
+    if rows := self.stream.difficulty_rows():
+      report.write_bytes(self.parts.workdir / 'difficulty.jsonl', b''.join(map(report.json_line, rows)))
+
+  def _prompts_ended(self) -> bool:
+    """Whether no rollout is left that could still reach the queue. The order of the reads matters, see `TrainingFlow.admit`."""
+    return not self.queue.prompts_to_return and self.flow.ended and not self.engine.in_flight
 
   def _save(self) -> None:
     self._standing_still(self._keep_state)
@@ -231,8 +256,8 @@ class ReinforcementLearning:
     self._group = group = WorkerGroup()
     group.start('rollouts', self._rollouts_loop)
     try:
-      while self.run_state.progress.stage_step < self.total:
-        self.finish_update(self.start_update(self._take(group)))
+      while self.run_state.progress.stage_step < self.total and (rollouts := self._take(group)) is not None:
+        self.finish_update(self.start_update(rollouts))
     finally:
       alive = group.close(SHUTDOWN_S)
       self.queue.close()
@@ -240,12 +265,14 @@ class ReinforcementLearning:
       if alive:
         self.parts.progress_bar.line(f'still alive after {SHUTDOWN_S:.0f} s: {", ".join(alive)}')
 
-  def _take(self, group: WorkerGroup) -> list[Rollout]:
+  def _take(self, group: WorkerGroup) -> list[Rollout] | None:
+    """The next batch; None when the prompts have ended and what is left makes none."""
     start = time.monotonic()
     while True:
       group.check()
+      ended = self._prompts_ended()  # Before the last look into the queue.
       rollouts = self.queue.take(self.run_state.progress.version, timeout_s=0.5)
-      if rollouts is not None:
+      if rollouts is not None or (ended and self._prompts_ended()):
         return rollouts
       self._report_quarantine()
       if self.run_state.stop.is_set():
@@ -306,6 +333,8 @@ class ReinforcementLearning:
         self.engine.after_chunk(completions)
       elif not moved:
         until = min(self.calls.next_due(), update_ends)
+        if math.isinf(until) and self._prompts_ended():
+          return
         if math.isinf(until):
           raise RuntimeError(f'Nothing can happen any more: {self.engine.in_flight} rollouts in flight, queue {self.queue.metrics()}.')
         self._timers.add('sampler_wait', max(0.0, until - clock.now()))

@@ -203,6 +203,12 @@ class RolloutQueue:
       returned, self._returned = self._returned, []
       return returned
 
+  @property
+  def prompts_to_return(self) -> int:
+    """How many prompts wait for `returned_prompts`."""
+    with self._condition:
+      return len(self._returned)
+
   # --- Learner's side ----------------------------------------------------------------------------------------------------------
 
   def take(self, version: int, timeout_s: float) -> list[Rollout] | None:

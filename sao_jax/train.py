@@ -18,6 +18,7 @@ import jax
 
 from sao_jax import algorithms, environments, report, stages
 from sao_jax.config import Config, differences, to_dict
+from sao_jax.data import PromptStream
 from sao_jax.metrics import read_rows
 from sao_jax.parts import STAGES, Parts, Progress, build, initial_state, num_parameters
 from sao_jax.rl import ReinforcementLearning
@@ -122,12 +123,14 @@ def final_metrics(workdir: pathlib.Path) -> dict[str, Any]:
 
 
 def validate_names(config: Config) -> None:
-  """Raises ValueError for an algorithm or environment that does not exist, or settings that the environment refuses."""
+  """Raises ValueError for an algorithm or environment that does not exist, or settings that the environment or its prompts refuse."""
   for path, registry in (('algorithm.advantage', algorithms.ADVANTAGES), ('algorithm.objective', algorithms.OBJECTIVES)):
     name = getattr(config.algorithm, path.split('.')[1])
     if name not in registry:
       raise ValueError(f'{path} must be one of {", ".join(sorted(registry))}, got {name!r}.')
-  environments.make(config.task.name, **config.task.settings).close()
+  environment = environments.make(config.task.name, **config.task.settings)
+  PromptStream(environment, seed=config.seed, epochs=config.data.epochs, skip_solved=config.data.skip_solved)
+  environment.close()
 
 
 @contextlib.contextmanager

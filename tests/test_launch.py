@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+import time
 
 import pytest
 
@@ -109,6 +110,76 @@ def test_evaluate_tells_what_is_missing(tmp_path):
   assert_told(launch('evaluate.py', f'--workdir={tmp_path}'), 'config.json does not exist', status=1)
   assert_told(launch('evaluate.py', TINY, '--task_settings=3'), '--task_settings must be a Python dictionary', status=1)
   assert_told(launch('evaluate.py', TINY, '--num_prompts=0'), 'num_prompts', status=2)
+
+
+BENCHMARK = ('--benchmark=gsm8k', f'--benchmark_path={ROOT / "tests" / "data" / "gsm8k" / "test.jsonl"}')
+
+
+@pytest.mark.parametrize('arguments, text', [
+    (['--benchmark=gsm9k', '--benchmark_path=x.jsonl', TINY], "Unknown benchmark 'gsm9k'; known: aime, beyondaime"),
+    (['--benchmark=gsm8k', TINY], 'Give --benchmark_path'),
+    (['--benchmark=gsm8k', '--benchmark_path=none.jsonl', TINY], 'none.jsonl'),
+    (['--benchmark=math500', BENCHMARK[1], TINY], "test.jsonl, line 1: has no field 'problem'"),
+    ([BENCHMARK[1], TINY], '--benchmark_path is for a benchmark'),
+    (['--num_samples=2', TINY], '--num_samples is for a benchmark'),
+    ([*BENCHMARK, TINY, '--num_prompts=4'], '--num_prompts is for held-out prompts'),
+    ([*BENCHMARK, TINY, '--task=calculator'], '--task is for held-out prompts'),
+    (BENCHMARK, 'Give --workdir'),
+    ([*BENCHMARK, '--workdir=w', '--pretrained=p'], 'not both'),
+    ([*BENCHMARK, TINY, '--checkpoint=3'], '--checkpoint is that of a --workdir'),
+    (['--pretrained=p'], 'what is to be evaluated?'),
+    ([*BENCHMARK, '--workdir=no/such'], 'config.json does not exist'),
+])
+def test_wrong_evaluations_are_told_before_jax_is_loaded(arguments, text, tmp_path):
+  (tmp_path / 'jax.py').write_text('raise SystemExit("jax was imported")')
+  assert_told(launch('evaluate.py', *arguments, PYTHONPATH=str(tmp_path)), text, status=1)
+
+
+@pytest.mark.parametrize('arguments, text', [
+    (['--num_samples=0'], 'num_samples'), (['--limit=0'], 'limit'), (['--max_tokens=0'], 'max_tokens'),
+    (['--temperature=-1'], 'temperature'),
+    (['--slots=no'], 'slots')])
+def test_flags_of_a_benchmark_have_ranges(arguments, text):
+  assert_told(launch('evaluate.py', *BENCHMARK, TINY, *arguments), text, status=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('arguments, text', [
+    (['--temperature=0', '--num_samples=2'], 'use num_samples=1'), (['--pretrained=/no/such'], "/no/such"),
+    (['--output=tests'], 'no folder of an evaluation')])
+def test_evaluations_that_cannot_be_are_told(arguments, text):
+  settings = [] if 'pretrained' in arguments[0] else [TINY]
+  assert_told(launch('evaluate.py', *BENCHMARK, *settings, *arguments), text, status=1)
+
+
+@pytest.mark.slow
+def test_a_killed_benchmark_goes_on(tmp_path):
+  """Killed (-9) as soon as two problems are written; the rest of the same command gives what an uninterrupted one gives."""
+  command = [*BENCHMARK, TINY, '--config.model.max_length=1024', '--num_samples=2', '--max_tokens=8', '--slots=2']
+  whole = launch('evaluate.py', *command, f'--output={tmp_path / "whole"}')
+  assert whole.returncode == 0, whole.stderr
+  env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'} | {
+      'JAX_PLATFORMS': 'cpu', 'JAX_COMPILATION_CACHE_DIR': CACHE.name, 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
+  path = tmp_path / 'cut' / 'problems.jsonl'
+  child = subprocess.Popen(
+      [sys.executable, str(ROOT / 'launch' / 'evaluate.py'), *command, f'--output={tmp_path / "cut"}'], cwd=ROOT, env=env,
+      stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+  until = time.monotonic() + 240
+  while time.monotonic() < until and child.poll() is None and not (path.exists() and path.read_bytes().count(b'\n') >= 2):
+    time.sleep(0.001)
+  child.kill()
+  child.wait(60)
+  written = path.read_bytes()
+  assert 2 <= written.count(b'\n') <= 6
+  done = launch('evaluate.py', *command, f'--output={tmp_path / "cut"}')
+  assert done.returncode == 0, done.stderr
+  assert path.read_bytes().startswith(written[:written.rfind(b'\n') + 1])
+  found, expected = json.loads(done.stdout), json.loads(whole.stdout)
+  assert found.pop('output') != expected.pop('output') and found == expected
+  assert found['graded'] == 12 and 0 <= found['avg_low'] <= found['avg'] <= found['avg_high'] <= 1 and found['length']['max'] <= 8
+  for text in ('avg@2', 'pass@1', 'pass@2', 'maj@2', 'truncated', 'lost samples'):
+    assert text in done.stderr
+  assert_told(launch('evaluate.py', *command, '--seed=3', f'--output={tmp_path / "cut"}'), 'seed: 1000003 -> 3', status=1)
 
 
 # --- Whole runs ---

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from sao_jax import environments
 from sao_jax import rl
 from sao_jax import train
 from sao_jax.environments.base import EnvironmentFailure
@@ -97,9 +98,80 @@ def test_a_resumed_run_is_bit_equal(whole, tmp_path, monkeypatch, stop_at):
 
 
 @pytest.mark.slow
-def test_evaluation_during_training_changes_nothing(whole, tmp_path, monkeypatch):
-  _, _, state, _ = whole
-  chex_equal(run(tmp_path, monkeypatch, evaluation__every=0)[1], state)
+@pytest.mark.parametrize('overrides', [
+    dict(evaluation__every=0), dict(evaluation__every=2, evaluation__seed=7, evaluation__during_prompts=7)])
+def test_evaluation_during_training_changes_nothing(whole, tmp_path, monkeypatch, overrides):
+  """Never, or twice as often on other prompts: parameters, ledger, accounting and every number of training stay, bit for bit."""
+  workdir, summary, state, rows = whole
+  other, other_state, other_rows = run(tmp_path, monkeypatch, **overrides)
+  chex_equal(other_state, state)
+  assert other['accounting'] == summary['accounting']
+  ledger = (workdir / 'ledger.jsonl').read_bytes()
+  assert len(ledger.splitlines()) >= 10 and (tmp_path / 'ledger.jsonl').read_bytes() == ledger
+
+  def training(found):
+    """Rows of training; those of an evaluation are rows of their own."""
+    kept = [row for row in of_the_run(found) if not any(name.startswith('evaluation/') for name in row)]
+    assert len(kept) < len(found)
+    return kept
+
+  assert training(other_rows) == training(rows)
+  assert sum('evaluation/success_greedy' in row for row in rows) != sum('evaluation/success_greedy' in row for row in other_rows)
+
+
+ROWS = dict(
+    sft__steps=0, value_pretrain__rollouts=0, evaluation__prompts=6, evaluation__every=0, learner__value_warmup_steps=0, rl__policy_steps=6,
+    task__name='scripted_rows', checkpoint__every=2)
+
+
+@pytest.fixture
+def scripted_rows(monkeypatch):
+  monkeypatch.setattr(environments, 'REGISTRY', dict(environments.REGISTRY))
+  environments.register('scripted_rows', 'tests.rows_environment', 'ScriptedRows')
+
+
+def difficulty(workdir):
+  return [json.loads(line) for line in (workdir / 'difficulty.jsonl').read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_run_over_rows_counts_their_difficulty_and_resumes_bit_equal(tmp_path, monkeypatch, scripted_rows):
+  settings = {**ROWS, 'task__settings': {'turns': 1, 'rows': 12, 'weighted': True}, 'data__skip_solved': 3}
+  summary, state, rows = run(tmp_path / 'whole', monkeypatch, **settings)
+  with pytest.raises(Interrupted):
+    run(tmp_path / 'cut', monkeypatch, stop_at=3, **settings)
+  resumed, resumed_state, resumed_rows = run(tmp_path / 'cut', monkeypatch, **settings)
+  chex_equal(resumed_state, state)
+  assert of_the_run(resumed_rows) == of_the_run(rows) and resumed['accounting'] == summary['accounting']
+  found = difficulty(tmp_path / 'whole')
+  assert found == difficulty(tmp_path / 'cut')
+  assert {r['set'] for r in found} == {'a', 'b'} and [r['task'] for r in found] == list(range(12))
+  accounting = summary['accounting']
+  assert 6 * 8 <= sum(r['visits'] for r in found) <= accounting['admitted']
+  assert all(0.0 <= r['mean_reward'] <= 1.0 for r in found)
+  per_set = {name: sum(r['visits'] for r in found if r['set'] == name) for name in 'ab'}
+  assert per_set['a'] > 1.5 * per_set['b']  # Twice its share, with a third of the rows.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', ['virtual', 'wall'])
+def test_the_stage_ends_when_the_prompts_do(tmp_path, monkeypatch, scripted_rows, kind):
+  """Two epochs of 15 rows are 30 rollouts: three steps of 8, and 6 rollouts that make no batch."""
+  summary, _, _ = run(
+      tmp_path, monkeypatch, clock__kind=kind, data__epochs=2, **{**ROWS, 'task__settings': {'turns': 1, 'rows': 15}})
+  accounting = summary['accounting']
+  assert summary['policy_steps'] == 3 and accounting == {'admitted': 30, 'trained': 24, 'carried_over': 6, 'dropped': {}}
+  assert [r['visits'] for r in difficulty(tmp_path)] == [2] * 15
+  assert json.loads((tmp_path / 'summary.json').read_text())['evaluation']['after']['n'] == 6
+
+
+@pytest.mark.parametrize('overrides, message', [
+    (dict(data__epochs=1), "data.epochs=1 needs tasks that come again, but 'scripted'"),
+    (dict(data__skip_solved=2), 'data.skip_solved=2')])
+def test_settings_for_rows_are_refused_where_tasks_never_end(tmp_path, overrides, message):
+  with pytest.raises(ValueError, match=message):
+    train.run(tiny_config(**overrides), tmp_path)
+  assert not (tmp_path / 'checkpoints').exists()
 
 
 def test_other_settings_in_the_same_workdir_are_refused(whole):

@@ -9,6 +9,7 @@ from typing import Any
 from sao_jax.environments.base import AsyncEnvironment, Environment, EnvironmentFailure, Observation, StepResult, Task
 
 REGISTRY = {  # name -> (module, class)
+    'ask': ('sao_jax.environments.ask', 'Ask'),
     'calculator': ('sao_jax.environments.calculator', 'Calculator'),
     'question_answer': ('sao_jax.environments.question_answer', 'QuestionAnswer'),
     'reasoning_gym': ('sao_jax.environments.reasoning_gym', 'ReasoningGym'),

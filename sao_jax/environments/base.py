@@ -120,6 +120,23 @@ class Task:
   attempt: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class TaskSet:
+  """Tasks that have an end: indices [start, start + size) of an environment's split.
+
+  Attributes:
+    name: for people.
+    weight: share of the prompts, relative to the other sets; None (for all sets) for one in proportion to the size.
+    fingerprint: changes when the tasks change; '' where nothing is known.
+  """
+
+  name: str
+  start: int
+  size: int
+  weight: float | None = None
+  fingerprint: str = ''
+
+
 class Environment:
   """Base of all environments; subclasses give `sample_task`, `reset` and `step`.
 
@@ -145,6 +162,11 @@ class Environment:
   def sample_task(self, index: int, split: str, seed: int) -> Task:
     """The task at `index` of a split; the same arguments give the same task, and tasks of different splits differ."""
     raise NotImplementedError(f'{type(self).__name__} has no sample_task.')
+
+  def task_sets(self, split: str) -> tuple[TaskSet, ...]:
+    """The tasks of a split where they have an end, one set after the other from index 0; () where `sample_task` takes every index."""
+    del split
+    return ()
 
   def reset(self, task: Task) -> Observation:
     """Starts an episode (leaving any earlier one) and gives what the policy sees first. Raises EnvironmentFailure."""

@@ -9,16 +9,14 @@ of zero. All environments of a process share one grader of the same settings.
 
 from __future__ import annotations
 
+import bisect
 import functools
-import importlib
-import json
-import os
 import re
 from typing import Any, Mapping, Sequence
 
 import numpy as np
 
-from sao_jax import graders
+from sao_jax import data_sources, graders
 from sao_jax.environments import base
 from sao_jax.graders import extract
 
@@ -35,9 +33,7 @@ FORMATS = {  # answer_format -> (what the system message asks for, final form of
 _MARKS = re.compile(r'<<[^<>]*>>')  # Calculator marks of GSM8K: '<<48/2=24>>'.
 _FIELD = re.compile(r'\{([A-Za-z_]\w*)\}')
 
-_divided: dict[tuple[int, float], tuple[Sequence[Any], dict[str, Sequence[int]]]] = {}
-
-Source = Any  # Settings of a data source: a path, or a mapping with one.
+Source = Any  # Settings of a data source, see `data_sources.open`: a path, a mapping with one, or a list of these for a mixture.
 
 
 class QuestionAnswer(base.Environment):
@@ -82,28 +78,33 @@ class QuestionAnswer(base.Environment):
       settings.setdefault('extraction', answer_format)
     self._grader = graders.shared(grader, **settings)
     self._needs_answer = self._grader.needs_answer
-    for split in base.SPLITS:
-      self._check_row(self._row(split, 0))
+    for rows, _ in self._rows.values():
+      _check_rows(rows, self._needs_answer)
     self._data: Mapping[str, Any] | None = None
 
   def _row(self, split: str, place: int) -> dict[str, Any]:
     source, numbers = self._rows[split]
     return _parsed(source[numbers[place]])
 
-  def _check_row(self, row: Mapping[str, Any]) -> None:
-    for field in ('question', 'answer'):
-      if not isinstance(row.get(field), str) or (field == 'question' or self._needs_answer) and not row[field].strip():
-        has = ', '.join(map(repr, row)) or 'no fields'
-        raise ValueError(f'A row must have a text {field!r}; it has {has}, and {field}={row.get(field)!r:.80}.')
+  def task_sets(self, split: str) -> tuple[base.TaskSet, ...]:
+    """The rows of a split; a mixture has a set for each of its parts that has rows there."""
+    base.check_split(split)
+    source, numbers = self._rows[split]
+    sets, start = [], 0
+    for part in source.parts:
+      size = bisect.bisect_left(numbers, part.start + part.size) - bisect.bisect_left(numbers, part.start)
+      if size:
+        sets.append(base.TaskSet(part.name, start, size, part.weight, f'{source.fingerprint}/{len(numbers)}'))
+        start += size
+    return tuple(sets)
 
   def sample_task(self, index: int, split: str, seed: int) -> base.Task:
-    """The row at `index` of an endless order of the split's rows: every epoch is a permutation of them, a function of seed and epoch."""
+    """The row at `index` of the split's rows; their order and their epochs are the prompt stream's business."""
     base.check_split(split)
     size = len(self._rows[split][1])
-    epoch, place = divmod(index, size)
-    row = self._row(split, int(_permutation(split, seed, epoch, size)[place]))
-    self._check_row(row)
-    return base.Task(index, split, seed, row)
+    if not 0 <= index < size:
+      raise ValueError(f'The {split} split has tasks 0 to {size - 1}, got {index}.')
+    return base.Task(index, split, seed, self._row(split, index))
 
   def reset(self, task: base.Task) -> base.Observation:
     self._data = task.data
@@ -138,18 +139,25 @@ def fill(template: str, row: Mapping[str, Any]) -> str:
   return _FIELD.sub(lambda m: row[m[1]] if isinstance(row.get(m[1]), str) else m[0], template)
 
 
-@functools.lru_cache(maxsize=8)
-def _permutation(split: str, seed: int, epoch: int, size: int) -> np.ndarray:
-  return base.generator('question_answer/order/' + split, seed, epoch).permutation(size)
+@functools.lru_cache(maxsize=16)
+def _check_rows(rows: data_sources.Source, needs_answer: bool) -> None:
+  """Raises ValueError, with file and number, for the first row without a question or, where it is needed, an answer."""
+  for index in range(len(rows)):
+    row = _parsed(rows[index])
+    for field in ('question', 'answer'):
+      if not isinstance(row.get(field), str) or (field == 'question' or needs_answer) and not row[field].strip():
+        raise ValueError(
+            f'{rows.where(index)}: {field!r} must be a text with something in it, got {row.get(field)!r:.80}; the row has '
+            f'{", ".join(map(repr, row)) or "no fields"} (fields={{{field!r}: COLUMN}} in the source names them).')
 
 
-def _splits(source: Source, test_share: float) -> dict[str, tuple[Sequence[Any], Sequence[int]]]:
+def _splits(source: Source, test_share: float) -> dict[str, tuple[data_sources.Source, Sequence[int]]]:
   """Split -> (rows, numbers of those that belong to it)."""
   if isinstance(source, Mapping) and set(source) == set(base.SPLITS):
-    opened = {split: _open(part) for split, part in source.items()}
+    opened = {split: data_sources.open(part) for split, part in source.items()}
     divided = {split: (rows, range(len(rows))) for split, rows in opened.items()}
   else:
-    rows = _open(source)
+    rows = data_sources.open(source)
     sides = _sides(rows, test_share)
     divided = {split: (rows, numbers) for split, numbers in sides.items()}
   for split, (_, numbers) in divided.items():
@@ -158,17 +166,13 @@ def _splits(source: Source, test_share: float) -> dict[str, tuple[Sequence[Any],
   return divided
 
 
-def _sides(rows: Sequence[Any], test_share: float) -> dict[str, Sequence[int]]:
+@functools.lru_cache(maxsize=16)
+def _sides(rows: data_sources.Source, test_share: float) -> dict[str, Sequence[int]]:
   """Rows divided by the text of their question: two rows with the same question are on the same side. Kept for the next environment."""
-  key = (id(rows), test_share)
-  if key not in _divided or _divided[key][0] is not rows:
-    sides: dict[str, list[int]] = {split: [] for split in base.SPLITS}
-    for number in range(len(rows)):
-      sides[base.split_of(str(rows[number].get('question')), test_share)].append(number)
-    while len(_divided) >= 16:
-      _divided.pop(next(iter(_divided)), None)
-    _divided[key] = (rows, sides)
-  return _divided[key][1]
+  sides: dict[str, list[int]] = {split: [] for split in base.SPLITS}
+  for number in range(len(rows)):
+    sides[base.split_of(str(rows[number].get('question')), test_share)].append(number)
+  return sides
 
 
 def _parsed(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,36 +185,3 @@ def _parsed(row: Mapping[str, Any]) -> dict[str, Any]:
     solution, _, final = answer.rpartition('####')
     row.update(solution=_MARKS.sub('', solution).strip(), answer=final.strip())
   return row
-
-
-def _open(source: Source) -> Sequence[Any]:
-  """Rows of a data source: anything with a length that gives mappings by index."""
-  try:
-    opener = importlib.import_module('sao_jax.data_sources').open
-  except ModuleNotFoundError:
-    opener = _open_jsonl
-  return opener(source)
-
-
-def _open_jsonl(source: Source) -> Sequence[Any]:
-  """Rows of a JSONL file: a path, or {'path': path, 'fields': {name: column}}."""
-  settings = dict(source) if isinstance(source, Mapping) else {'path': source}
-  path = settings.pop('path', None)
-  fields = settings.pop('fields', {})
-  if settings or not isinstance(path, (str, os.PathLike)) or not isinstance(fields, Mapping):
-    raise ValueError(f"A data source is a path, or {{'path': path, 'fields': {{name: column}}}}; got {source!r:.200}.")
-  return _rows_of(os.fspath(path), os.stat(path).st_mtime_ns, tuple(sorted(fields.items())))
-
-
-@functools.lru_cache(maxsize=8)
-def _rows_of(path: str, changed_ns: int, fields: tuple[tuple[str, str], ...]) -> Sequence[Any]:
-  del changed_ns  # Only in the key.
-  rows = []
-  with open(path, encoding='utf-8') as file:
-    for number, line in enumerate(file, 1):
-      try:
-        row = json.loads(line)
-        rows.append({**row, **{name: row[column] for name, column in fields}})
-      except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f'{path}, line {number}: {error!r}') from error
-  return rows
