@@ -113,7 +113,7 @@ def evaluate_benchmark(
   settings = {
       'benchmark': benchmark.name, 'data': fingerprint, 'problems': len(problems), 'prompt': benchmark.prompt, 'system': benchmark.system,
       'grader': {'name': benchmark.grader, **benchmark.grader_settings}, **dataclasses.asdict(request), 'top_p': config.sampler.top_p,
-      'top_k': config.sampler.top_k, 'seed': config.evaluation.seed, 'conversation': kind,
+      'top_k': config.sampler.top_k, 'seed': config.evaluation.seed, 'conversation': kind, 'template': dict(config.task.template),
       'policy': _policy_identity(config, workdir, step), 'model': dataclasses.asdict(model), 'dtype': config.sampler.dtype}
   settings = json.loads(json.dumps(report.plain(settings)))
   del settings['limit']  # Said by the number of problems.
@@ -121,7 +121,7 @@ def evaluate_benchmark(
   with ProblemLog(folder, settings, problems) as log:
     todo = [p for p in problems if p.index not in log.rows]
     if todo:
-      form = conversation.make(tokenizer, kind)
+      form = conversation.make(tokenizer, kind, config.task.template)
       longest = max(_prompt_length(form, kind, p) for p in problems)
       needed = longest + request.room + 1  # One more, so that the limit of a reply is met first.
       fitted = _fitted(config, _context(model, workdir, needed), request, kind, longest, needed)
