@@ -256,6 +256,9 @@ class Checkpointer:
       raise CheckpointError(f'There is no checkpoint of step {step} in {self._directory}; saved are {self.steps()}.')
     try:
       sums = json.loads((folder / CHECKSUMS).read_text(encoding='utf-8'))
+      there = {p.relative_to(folder).as_posix() for item in ('arrays', 'host') for p in (folder / item).rglob('*') if p.is_file()}
+      if there - set(sums) or not sums:
+        raise self._damaged(step, f'{CHECKSUMS} lists {len(sums)} files, but there are {len(there)}')
       for name, (size, crc) in sums.items():
         path = folder / name
         if not path.is_file():

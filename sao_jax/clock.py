@@ -103,5 +103,5 @@ def run_call(call: Call) -> CallResult:
   """Runs a call and wraps what it gave; its error is the engine's to judge."""
   try:
     return CallResult(call.ticket, value=call.function())
-  except Exception as error:  # Not swallowed: the engine retries, drops and counts, or raises it.
+  except (Exception, SystemExit) as error:  # Not swallowed: the engine retries, drops and counts, or raises it.
     return CallResult(call.ticket, error=error)

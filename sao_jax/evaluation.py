@@ -9,12 +9,17 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import threading
 import time
 from typing import Any, Callable, Mapping, Sequence
 
 from sao_jax.environments.base import Task
 from sao_jax.rollouts import Admission, RolloutEngine
 from sao_jax.types import Rollout
+
+
+class Stopped(Exception):
+  """The run was asked to stop; what it is to be resumed from is saved."""
 
 
 class ListFlow:
@@ -63,9 +68,17 @@ class ListFlow:
     return []
 
 
-def run_list(engine: RolloutEngine, flow: ListFlow, *, on_progress: Callable[[int], None]) -> None:
-  """Rolls out every prompt of the flow once, in the calling thread; its rollouts are then in the order of the prompts."""
+def run_list(
+    engine: RolloutEngine, flow: ListFlow, *, on_progress: Callable[[int], None], stop: threading.Event | None = None
+) -> None:
+  """Rolls out every prompt of the flow once, in the calling thread; its rollouts are then in the order of the prompts.
+
+  Raises:
+    Stopped: `stop` was set meanwhile.
+  """
   while flow.done < flow.total:
+    if stop is not None and stop.is_set():
+      raise Stopped(f'stopped with {flow.done} of {flow.total} rollouts done')
     moved = engine.before_chunk()
     if engine.sampler.busy:
       engine.after_chunk(engine.sampler.step())

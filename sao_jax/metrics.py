@@ -154,8 +154,9 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
       break
     try:
       row = json.loads(line)
-    except ValueError as error:
-      raise ValueError(f'{path}, line {number} is not a metrics row: {line[:80]!r}. Remove that line to go on.') from error
+      row['step']
+    except (ValueError, TypeError, KeyError, IndexError) as error:
+      raise ValueError(f'{path}, line {number} is no row of a run: {line[:80]!r}. Restore the file, or use another --workdir.') from error
     rows.append(row)
   return rows
 
@@ -180,7 +181,7 @@ class Ledger:
 
   def __init__(self, workdir: str | os.PathLike[str], resume_step: int):
     self._path = pathlib.Path(workdir) / 'ledger.jsonl'
-    rewind(self._path, resume_step)
+    self.rows = len(rewind(self._path, resume_step))
 
   def write(self, step: int, version: int, rollouts: Sequence[Rollout]) -> None:
     """Appends a line: step, the version that trained, and ticket, prompt id and attempt of every rollout, in the order of the batch."""
@@ -189,6 +190,7 @@ class Ledger:
         'attempts': [r.attempt for r in rollouts]}
     with writing(self._path), open(self._path, 'a', encoding='utf-8') as file:
       file.write(json.dumps(row) + '\n')
+    self.rows += 1
 
 
 class MetricsWriter:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import math
 import pathlib
+import threading
 import time
 from typing import Any, Callable, Iterator, Sequence
 
@@ -27,7 +28,7 @@ from sao_jax.rollouts import Calls, Flow, RolloutEngine
 from sao_jax.sampler import Sampler
 from sao_jax.types import Batch, ParamSnapshot, Params, Rollout
 from sao_jax.updates import TrainState
-from sao_jax.workers import EnvironmentPool
+from sao_jax.workers import EnvironmentPool, bounded
 
 CLOSE_S = 5.0  # For environments to be closed after an evaluation.
 STAGES = ('sft', 'value_pretrain', 'rl', 'done')
@@ -43,7 +44,9 @@ class Progress:
   version: int = 0  # Of the policy; policy steps of RL done.
   saves: int = 0  # Number of the last checkpoint.
   metric_rows: int = 0  # Rows of metrics written by then.
+  ledger_rows: int = 0  # Lines of the ledger written by then.
   evaluation: dict[str, Any] = dataclasses.field(default_factory=dict)
+  evaluation_due: str = ''  # Name of an evaluation that was begun and not finished.
   seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # By stage.
   rl: dict[str, Any] | None = None  # State of the RL stage: queue, prompts, sessions, clock.
 
@@ -64,6 +67,7 @@ class Parts:
   convert: Callable[[Params], Params]  # From the learner's layout to the sampler's, sharing no buffer.
   checkpointer: Checkpointer
   progress_bar: report.ProgressBar
+  stop: threading.Event = dataclasses.field(default_factory=threading.Event)  # Set from anywhere to end the run, with a checkpoint.
   writer: MetricsWriter | None = None  # This and the ledger are opened when it is known at which step the run goes on.
   ledger: Ledger | None = None
 
@@ -71,6 +75,12 @@ class Parts:
     self.writer = MetricsWriter(
         self.workdir, tensorboard=self.config.logging.tensorboard, resume_step=progress.step, resume_rows=progress.metric_rows)
     self.ledger = Ledger(self.workdir, resume_step=progress.step)
+    for file, found, saved in (
+        ('metrics.jsonl', self.writer.rows, progress.metric_rows), ('ledger.jsonl', self.ledger.rows, progress.ledger_rows)):
+      if found != saved:
+        raise ValueError(
+            f'{self.workdir / file} has {found} of the {saved} rows that belong to the checkpoint; restore the file, or use another '
+            '--workdir.')
 
   def close(self) -> None:
     """Ends writers; a checkpoint that is being written is finished first. Everything is closed, whatever fails."""
@@ -79,6 +89,7 @@ class Parts:
       if self.writer is not None:
         stack.callback(self.writer.close)
       stack.callback(self.checkpointer.close)
+      stack.callback(bounded, self.environment.close, CLOSE_S, f'closing the environment {self.config.task.name!r}')
 
   def make_batch(self, rollouts: Sequence[Rollout], batch_size: int) -> Batch:
     """A padded batch of `batch_size` rollouts for the learner."""
@@ -117,9 +128,12 @@ class Parts:
     sampler.reset(snapshot, seed=seed, temperature=0.0 if greedy else self.config.sampler.temperature)
     with self.environment_calls() as calls:
       flow = evaluation.ListFlow(prompts)
-      evaluation.run_list(
-          self.make_engine(sampler, calls, flow, time.monotonic), flow,
-          on_progress=lambda done: self.progress_bar.note(f'{label}: {done}/{len(prompts)}'))
+      engine = self.make_engine(sampler, calls, flow, time.monotonic)
+      try:
+        evaluation.run_list(
+            engine, flow, on_progress=lambda done: self.progress_bar.note(f'{label}: {done}/{len(prompts)}'), stop=self.stop)
+      finally:
+        engine.close()
       return flow
 
   @contextlib.contextmanager

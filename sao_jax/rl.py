@@ -27,6 +27,7 @@ from sao_jax.batching import padding_fraction
 from sao_jax.clock import VirtualCalls, VirtualClock, WallClock
 from sao_jax.data import PromptStream
 from sao_jax.environments.base import Task, is_failure
+from sao_jax.evaluation import Stopped
 from sao_jax.metrics import Timers, rollout_metrics
 from sao_jax.param_store import ParamStore
 from sao_jax.rollout_queue import RolloutQueue
@@ -133,6 +134,7 @@ class ReinforcementLearning:
         self.parts.learner.warm_up('rl')
         self._sampled = self._counters()
         with jax.transfer_guard(GUARD):
+          self._evaluate_if_due()
           self._run_virtual() if self.virtual else self._run_wall()
       self.run_state.flush_metrics()
       self._keep_state()
@@ -177,13 +179,27 @@ class ReinforcementLearning:
         **rollout_metrics(update.rollouts, errored=self._errors_since()), **self._host_metrics(),
         'batch/padding_fraction': Stat(update.padding, 1.0)}
     self.run_state.step_done(update.metrics, numbers, total=self.total)
-    c = self.config
-    if c.evaluation.every and update.trains_policy and progress.version % c.evaluation.every == 0 and progress.stage_step < self.total:
-      with self.turns.turn():
-        self.run_state.evaluate(f'step {progress.version}', c.evaluation.during_prompts)
+    every = self.config.evaluation.every
+    if every and update.trains_policy and progress.version % every == 0 and progress.stage_step < self.total:
+      progress.evaluation_due = f'step {progress.version}'
+      self._evaluate_if_due()
     if self.run_state.save_due and progress.stage_step < self.total:
       self._save()
       self.run_state.stop_if_asked()
+
+  def _evaluate_if_due(self) -> None:
+    """Held-out success between two steps. Where the run is asked to stop meanwhile, it is resumed with this evaluation."""
+    progress = self.run_state.progress
+    if not progress.evaluation_due:
+      return
+    try:
+      with self.turns.turn():
+        self.run_state.evaluate(progress.evaluation_due, self.config.evaluation.during_prompts)
+    except Stopped:
+      self._save()
+      self.run_state.stop_if_asked()
+      raise
+    progress.evaluation_due = ''
 
   def _errors_since(self) -> int:
     """Rollouts that failures of their environment cost since the last call."""

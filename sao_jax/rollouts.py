@@ -102,6 +102,13 @@ class Calls(Protocol):
     ...
 
 
+def expect(value: Any, kind: type, what: str) -> Any:
+  """`value`. Raises TypeError where it is of another kind: a fault of the environment's code, not of the policy."""
+  if not isinstance(value, kind):
+    raise TypeError(f'{what} must return {kind.__name__}, got {type(value).__name__}')
+  return value
+
+
 class EnvironmentHolder:
   """The environment of one session: made in the first call that needs it, closed once, by whichever thread comes to it."""
 
@@ -111,7 +118,7 @@ class EnvironmentHolder:
     self._closed = False
 
   def reset(self, task: Task) -> Observation:
-    return self._get()[0].reset(task)
+    return expect(self._get()[0].reset(task), Observation, 'reset')
 
   def step(self, task: Task, actions: list[str]) -> StepResult:
     """Steps with the last action; an environment that is not there yet is made and replayed up to it."""
@@ -120,7 +127,7 @@ class EnvironmentHolder:
       environment.reset(task)
       for action in actions[:-1]:
         self._act(environment, action)
-    return self._act(environment, actions[-1])
+    return expect(self._act(environment, actions[-1]), StepResult, 'step')
 
   def _get(self) -> tuple[Environment, bool]:
     """The environment, and whether it was made just now."""
@@ -249,7 +256,7 @@ class RolloutEngine:
     self._name, self._replayable, self._stop_strings = probe.name, probe.replayable, tuple(probe.stop_strings)
     self._metric_names = tuple(probe.metric_names)
     self._tools, self._act = tuple(probe.tools), actor(conversation, probe.tools)
-    probe.close()
+    calls.run_aside(probe.close)
 
   @property
   def in_flight(self) -> int:
@@ -360,7 +367,8 @@ class RolloutEngine:
   def _failed(self, session: Session, error: BaseException) -> None:
     """Retries a failure of the environment itself, then drops the rollout under that name; any other error goes up."""
     if not isinstance(error, (EnvironmentFailure, TimeoutError)):
-      raise error
+      where = 'reset' if session.phase == 'reset' else f'step, turn {session.turn}'
+      raise RuntimeError(f'Environment {self._name!r}, prompt {session.prompt_id}, {where}: {type(error).__name__}: {error}') from error
     self._discard(session.environment)  # Also while a call that was given up hangs in it.
     session.environment = None
     if session.retry < self._task.retries and getattr(error, 'retry', True):

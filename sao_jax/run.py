@@ -7,31 +7,22 @@ it catches up, so that parameters of a step with a non-finite loss are never sav
 from __future__ import annotations
 
 import dataclasses
-import threading
 import time
 from typing import Any, Mapping
 
 from sao_jax import report
+from sao_jax.evaluation import Stopped
 from sao_jax.metrics import StepMetrics
 from sao_jax.parts import Parts, Progress
 from sao_jax.updates import Metrics, TrainState
 
 
-class Stopped(Exception):
-  """The run was asked to stop, and has saved where it stands."""
-
-
 class Run:
-  """The state of a run and its bookkeeping.
+  """The state of a run and its bookkeeping."""
 
-  Attributes:
-    stop: set from anywhere to end the run after the step under way, with a checkpoint.
-  """
-
-  def __init__(self, parts: Parts, state: TrainState, progress: Progress, stop: threading.Event | None = None):
+  def __init__(self, parts: Parts, state: TrainState, progress: Progress):
     self.parts, self.state, self.progress = parts, state, progress
-    self.stop = stop or threading.Event()
-    self.config = parts.config
+    self.stop, self.config = parts.stop, parts.config
     self._pending: tuple[int, str, Metrics, dict[str, Any]] | None = None  # The last step, its numbers still on the device.
     self._collected = StepMetrics()
     self._collected_to = 0, ''  # Step and stage of the newest numbers in there.
@@ -117,19 +108,23 @@ class Run:
     """Saves everything under the next number; returns when the arrays are copied, the files are written behind."""
     self.close_metrics()
     self.progress.saves += 1
-    self.progress.metric_rows = self.parts.writer.rows
-    self.progress.seconds[self.progress.stage] = self.progress.seconds.get(self.progress.stage, 0.0) + self._lap()
+    self.progress.metric_rows, self.progress.ledger_rows = self.parts.writer.rows, self.parts.ledger.rows
+    self._count_seconds()
     host = {field.name: getattr(self.progress, field.name) for field in dataclasses.fields(self.progress)}
     self.parts.checkpointer.save(self.progress.saves, self.state, host)
 
   def enter(self, stage: str) -> None:
     """Ends the current stage and begins `stage` with fresh optimizer states."""
     self.close_metrics()
-    self.progress.seconds[self.progress.stage] = self.progress.seconds.get(self.progress.stage, 0.0) + self._lap()
+    self._count_seconds()
     self.progress.stage, self.progress.stage_step = stage, 0
     if stage != 'done':
       self.state = self.parts.learner.begin_stage(self.state, stage)
     self.save()
+
+  def _count_seconds(self) -> None:
+    if self.progress.stage != 'done':
+      self.progress.seconds[self.progress.stage] = self.progress.seconds.get(self.progress.stage, 0.0) + self._lap()
 
   def _lap(self) -> float:
     now = time.monotonic()

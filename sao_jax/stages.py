@@ -15,11 +15,12 @@ import numpy as np
 from sao_jax import prng, tool_calls
 from sao_jax.checkpoint import load_rollouts, save_rollouts
 from sao_jax.data import PromptStream
-from sao_jax.environments.base import EnvironmentFailure, Task
+from sao_jax.environments.base import Environment, EnvironmentFailure, Observation, StepResult, Task
+from sao_jax.evaluation import Stopped
 from sao_jax.metrics import rollout_metrics
 from sao_jax.models.conversation import as_messages
 from sao_jax.parts import Parts
-from sao_jax.rollouts import Call, FailureShare, actor, next_turn
+from sao_jax.rollouts import Call, FailureShare, actor, expect, next_turn
 from sao_jax.run import Run
 from sao_jax.types import Rollout
 
@@ -80,9 +81,13 @@ def record_demonstrations(parts: Parts, count: int) -> list[Rollout]:
       arrived = calls.ready()
       for result in arrived:
         if result.error is not None and not isinstance(result.error, (EnvironmentFailure, TimeoutError)):
-          raise result.error
+          raise RuntimeError(
+              f'Environment {parts.environment.name!r}, demonstration {result.ticket}: {type(result.error).__name__}: {result.error}'
+          ) from result.error
         failures.add('' if result.error is None else f'demonstration {result.ticket}: {result.error}')
       results += arrived
+      if parts.stop.is_set():
+        raise Stopped('stopped before the first step, while demonstrations were played')
       if not arrived:
         time.sleep(0.001)
   rollouts = [result.value for result in sorted(results, key=lambda r: r.ticket) if result.error is None]
@@ -100,9 +105,21 @@ def record_demonstrations(parts: Parts, count: int) -> list[Rollout]:
 
 def _play(parts: Parts, prompt_id: int, task: Task, actions: Sequence[str | tool_calls.Turn]) -> Rollout:
   """Plays a demonstration in an environment of its own; ends with the episode, or with the last action."""
-  environment, form = parts.make_environment(), parts.conversation
+  if not actions:
+    raise ValueError(f'the demonstration of prompt {prompt_id} holds no action')
+  environment = parts.make_environment()
+  try:
+    return _played(parts, environment, prompt_id, task, actions)
+  finally:
+    environment.close()
+
+
+def _played(
+    parts: Parts, environment: Environment, prompt_id: int, task: Task, actions: Sequence[str | tool_calls.Turn]
+) -> Rollout:
+  form = parts.conversation
   tools, act = tuple(environment.tools), actor(form, environment.tools)
-  observation = environment.reset(task)
+  observation = expect(environment.reset(task), Observation, 'reset')
   history = as_messages(observation.messages or observation.text)
   tokens = list(form.first(observation.messages or observation.text, tools))
   mask, turns, starts = [False] * len(tokens), [0] * len(tokens), [0]
@@ -116,7 +133,7 @@ def _play(parts: Parts, prompt_id: int, task: Task, actions: Sequence[str | tool
 
   for turn, action in enumerate(actions):
     text = action if isinstance(action, str) else tool_calls.write(action, form.tool_format)
-    step = act(environment, text)
+    step = expect(act(environment, text), StepResult, 'step')
     answer = step.observation.messages
     ids = form.turn_ids(text, answer[0]['role'] if answer else 'user')
     add(ids, turn, True)
@@ -131,7 +148,6 @@ def _play(parts: Parts, prompt_id: int, task: Task, actions: Sequence[str | tool
         break
       starts += [len(tokens)] * follow.rewritten
       add(follow.ids, turn, False)
-  environment.close()
   mask_array = np.asarray(mask, bool)
   rewards = np.zeros(len(tokens), np.float32)
   rewards[np.flatnonzero(mask_array)[-1]] = reward

@@ -22,7 +22,9 @@ from sao_jax.data import PromptStream
 from sao_jax.metrics import read_rows
 from sao_jax.parts import STAGES, Parts, Progress, build, initial_state, num_parameters
 from sao_jax.rl import ReinforcementLearning
-from sao_jax.run import Run, Stopped  # `Stopped` is re-exported: it is what `run` raises.
+from sao_jax.evaluation import Stopped  # Re-exported: it is what `run` raises.
+from sao_jax.run import Run
+from sao_jax.workers import bounded
 
 
 def run(config: Config, workdir: str | os.PathLike[str], *, stop: threading.Event | None = None) -> dict[str, Any]:
@@ -45,7 +47,8 @@ def run(config: Config, workdir: str | os.PathLike[str], *, stop: threading.Even
   with locked(workdir):
     write_settings(config, workdir)
     with closed_at_end(build(config, workdir)) as parts:
-      this = start(parts, stop)
+      parts.stop = stop or parts.stop
+      this = start(parts)
       while this.progress.stage != 'done':
         run_stage(this)
       summary = finish(this)
@@ -67,10 +70,11 @@ def closed_at_end(parts: Parts) -> Iterator[Parts]:
   parts.close()
 
 
-def start(parts: Parts, stop: threading.Event | None = None) -> Run:
+def start(parts: Parts) -> Run:
   """The state of the newest checkpoint, or a fresh one."""
   latest = parts.checkpointer.latest_step()
   if latest is None:
+    refuse_lost_checkpoints(parts)
     progress = Progress()
     state = parts.learner.begin_stage(initial_state(parts), progress.stage)
   else:
@@ -80,7 +84,17 @@ def start(parts: Parts, stop: threading.Event | None = None) -> Run:
   parts.progress_bar.line(
       f'{num_parameters(parts.learner.policy_params(state)):,} parameters, {jax.device_count()} {jax.default_backend()} device(s), '
       f'{"resumed at" if latest is not None else "starting with"} stage {progress.stage}, step {progress.step}')
-  return Run(parts, state, progress, stop)
+  return Run(parts, state, progress)
+
+
+def refuse_lost_checkpoints(parts: Parts) -> None:
+  """Raises ValueError where there is no checkpoint, though the run has come so far that there must have been one."""
+  ledger, metrics = parts.workdir / 'ledger.jsonl', parts.workdir / 'metrics.jsonl'
+  last = max((row['step'] for row in read_rows(metrics)), default=0) if metrics.exists() else 0
+  if last >= 2 * parts.config.checkpoint.every or (ledger.exists() and read_rows(ledger)):
+    raise ValueError(
+        f'{parts.workdir} holds {last} steps of a run, but its checkpoints are gone; restore {parts.workdir / "checkpoints"}, or use '
+        'another --workdir.')
 
 
 def run_stage(this: Run) -> None:
@@ -95,8 +109,18 @@ def run_stage(this: Run) -> None:
   elif this.config.rl.policy_steps:
     ReinforcementLearning(this).run()
     if evaluation.prompts:
-      this.progress.evaluation['after'] = this.evaluate('after', evaluation.prompts)
+      evaluate_after(this)
   this.enter(STAGES[STAGES.index(stage) + 1])
+
+
+def evaluate_after(this: Run) -> None:
+  """Held-out success at the end; where the run is asked to stop meanwhile, it is resumed with this."""
+  try:
+    this.progress.evaluation['after'] = this.evaluate('after', this.config.evaluation.prompts)
+  except Stopped:
+    this.save()
+    this.stop_if_asked()
+    raise
 
 
 def finish(this: Run) -> dict[str, Any]:
@@ -128,9 +152,11 @@ def validate_names(config: Config) -> None:
     name = getattr(config.algorithm, path.split('.')[1])
     if name not in registry:
       raise ValueError(f'{path} must be one of {", ".join(sorted(registry))}, got {name!r}.')
-  environment = environments.make(config.task.name, **config.task.settings)
+  environment = bounded(
+      lambda: environments.make(config.task.name, **config.task.settings), config.task.step_timeout_s,
+      f'making the environment {config.task.name!r}')
   PromptStream(environment, seed=config.seed, epochs=config.data.epochs, skip_solved=config.data.skip_solved)
-  environment.close()
+  bounded(environment.close, config.task.step_timeout_s, f'closing the environment {config.task.name!r}')
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import dataclasses
 import queue
 import threading
 import time
-from typing import Callable, Iterator
+from typing import Any, Callable, Iterator
 
 from sao_jax.rollouts import Call, CallResult
 
@@ -54,6 +54,26 @@ class WorkerGroup:
     for thread in self._threads:
       thread.join(max(0.0, deadline - time.monotonic()))
     return [t.name for t in self._threads if t.is_alive()]
+
+
+def bounded(function: Callable[[], Any], timeout_s: float, what: str) -> Any:
+  """What `function` gives, or its error. Raises TimeoutError, naming `what`, where it takes longer; its thread ends with the process."""
+  done: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+
+  def run():
+    try:
+      done.put((True, function()))
+    except BaseException as error:  # Raised below, in the thread that asked.
+      done.put((False, error))
+
+  threading.Thread(target=run, name=what, daemon=True).start()
+  try:
+    well, value = done.get(timeout=timeout_s)
+  except queue.Empty:
+    raise TimeoutError(f'{what} took more than {timeout_s:g} s.') from None
+  if not well:
+    raise value
+  return value
 
 
 @dataclasses.dataclass

@@ -360,3 +360,15 @@ def test_reading_deletes_nothing(tmp_path):
   assert_same_arrays(reader.restore(1, make_state()), make_state(1))
   reader.close()
   assert Checkpointer(tmp_path / 'c', keep=1).steps() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize('sums', ['{}', 'one less'])
+def test_checksums_that_leave_files_out_verify_nothing(tmp_path, sums):
+  made = Checkpointer(tmp_path / 'c', keep=2)
+  made.save(1, make_state(), {'step': 1})
+  made.close()
+  path = tmp_path / 'c' / '1' / 'checksums.json'
+  listed = json.loads(path.read_text())
+  path.write_text(sums if sums == '{}' else json.dumps(dict(list(listed.items())[1:])))
+  with pytest.raises(CheckpointError, match=r'is damaged: checksums.json lists \d+ files, but there are'):
+    Checkpointer(tmp_path / 'c', keep=2).restore_host(1)

@@ -160,7 +160,7 @@ def test_a_new_run_starts_a_new_file(tmp_path):
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path):
   (tmp_path / 'metrics.jsonl').write_text('{"step": 0, "time": 0.0}\n{"step"\n{"step": 2, "time": 0.0}\n')
-  with pytest.raises(ValueError, match='line 2 is not a metrics row'):
+  with pytest.raises(ValueError, match='line 2 is no row of a run'):
     metrics.MetricsWriter(tmp_path, False, 2)
 
 

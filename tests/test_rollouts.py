@@ -264,7 +264,7 @@ def test_an_error_that_is_no_failure_of_the_environment_goes_up():
     raise KeyError('a bug')
 
   engine, sampler, _ = make(lambda *_: 'a;', play)
-  with pytest.raises(KeyError, match='a bug'):
+  with pytest.raises(RuntimeError, match='a bug'):
     run(engine, sampler)
 
 
@@ -430,3 +430,14 @@ def test_a_rollout_that_never_draws_counts_as_a_failure():
       engine.before_chunk()
       clock[0] += 2.0
   assert {reason for _, reason, _ in flow.dropped} == {'time_limit'}
+
+
+@pytest.mark.parametrize('play, words', [
+    (lambda t, a: None, "Environment 'scripted', prompt 101, step, turn 0: TypeError: step must return StepResult, got NoneType"),
+    (lambda t, a: {}['x'], "Environment 'scripted', prompt 101, step, turn 0: KeyError: 'x'"),
+])
+def test_a_fault_of_the_environments_code_names_it(play, words):
+  engine, sampler, _ = make(lambda *_: 'go;', play)
+  with pytest.raises(RuntimeError) as error:
+    run(engine, sampler)
+  assert str(error.value) == words and error.value.__cause__ is not None

@@ -1,6 +1,7 @@
 """Whole runs: every stage, what they leave behind, resuming bit by bit, and what happens when a part fails."""
 
 import json
+import shutil
 import threading
 import time
 
@@ -392,3 +393,55 @@ def test_closing_hides_no_error():
   with pytest.raises(OSError, match='disk full'):
     with train.closed_at_end(Parts()):
       pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['before', 'step 4', 'after'])
+def test_a_stop_during_an_evaluation_resumes_bit_equal(whole, tmp_path, monkeypatch, name):
+  _, summary, state, rows = whole
+  stop, evaluate = threading.Event(), Run.evaluate
+
+  def ask(self, label, prompts):
+    if label == name:
+      stop.set()
+    return evaluate(self, label, prompts)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(Run, 'evaluate', ask)
+    with pytest.raises(train.Stopped):
+      train.run(tiny_config(), tmp_path, stop=stop)
+  resumed, resumed_state, resumed_rows = run(tmp_path, monkeypatch)
+  chex_equal(resumed_state, state)
+  assert of_the_run(resumed_rows) == of_the_run(rows)
+  assert resumed['accounting'] == summary['accounting'] and resumed['evaluation'] == summary['evaluation']
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('harm, words', [
+    (lambda d: shutil.rmtree(d / 'checkpoints'), 'its checkpoints are gone'),
+    (lambda d: (d / 'ledger.jsonl').write_text(''), r'ledger.jsonl has 0 of the \d rows'),
+    (lambda d: (d / 'ledger.jsonl').unlink(), r'ledger.jsonl has 0 of the \d rows'),
+    (lambda d: (d / 'metrics.jsonl').write_text(''), r'metrics.jsonl has 0 of the \d+ rows'),
+    (lambda d: (d / 'ledger.jsonl').write_text('[1]\n'), 'ledger.jsonl, line 1 is no row'),
+])
+def test_a_workdir_that_lost_files_is_not_resumed(interrupted, tmp_path, monkeypatch, harm, words):
+  shutil.copytree(interrupted, tmp_path / 'run')
+  harm(tmp_path / 'run')
+  with pytest.raises(ValueError, match=words):
+    run(tmp_path / 'run', monkeypatch)
+
+
+@pytest.fixture(scope='module')
+def interrupted(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp('interrupted') / 'run'
+  with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted):
+    run(workdir, patch, stop_at=49)
+  return workdir
+
+
+def test_an_environment_that_hangs_when_it_is_closed_is_told(tmp_path, monkeypatch):
+  hang = threading.Event()
+  monkeypatch.setattr(Scripted, 'close', lambda self: hang.wait(60))
+  with pytest.raises(TimeoutError, match="closing the environment 'scripted' took more than 0.2 s"):
+    train.run(tiny_config(task__step_timeout_s=0.2), tmp_path)
+  hang.set()

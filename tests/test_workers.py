@@ -6,7 +6,7 @@ import time
 import pytest
 
 from sao_jax.rollouts import Call
-from sao_jax.workers import DeviceTurns, EnvironmentPool, WorkerGroup
+from sao_jax.workers import DeviceTurns, EnvironmentPool, WorkerGroup, bounded
 
 DEADLINE_S = 20.0
 
@@ -161,3 +161,13 @@ def test_a_close_that_hangs_stops_nothing_else():
   assert result.ticket == 1 and result.value == 'value' and pool.abandoned == 1
   release.set()
   assert pool.close(DEADLINE_S)
+
+
+def test_bounded_gives_the_value_or_the_error_in_time():
+  release = threading.Event()
+  assert bounded(lambda: 3, DEADLINE_S, 'counting') == 3
+  with pytest.raises(KeyError, match='x'):
+    bounded(lambda: {}['x'], DEADLINE_S, 'looking')
+  with pytest.raises(TimeoutError, match='closing took more than 0.1 s'):
+    bounded(lambda: release.wait(DEADLINE_S), 0.1, 'closing')
+  release.set()
