@@ -112,7 +112,7 @@ IMPOSSIBLE = [
     ({**LATENT, 'model.qk_norm': True}, 'set model.qk_norm and model.qkv_bias to False'),
     ({**LATENT, 'model.latent.index_top_k': 4}, 'model.latent.index_heads of at least 1'),
     ({**LATENT, 'model.latent.shared_index_layers': (1,)}, 'take the choice of the layer before'),
-    ({**LATENT, 'model.latent.rotary_dim': 7, 'model.head_dim': 15}, 'even number of rotated dimensions'),
+    ({**LATENT, 'model.latent.rotary_dim': 7, 'model.latent.plain_dim': 9}, 'even number of rotated dimensions'),
     ({'task.max_turns': 0}, 'task.max_turns'),
     ({'task.max_turn_tokens': 129}, 'task.max_turn_tokens must be at most task.max_tokens'),
     ({'task.max_tokens': 129}, 'learner.lengths must cover the longest rollout, 129 tokens'),

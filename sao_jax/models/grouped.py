@@ -3,17 +3,20 @@
     x [N, D]: rows sorted by group, sizes[g] of each; rows behind the last group belong to none
     product(x, weight [G, D, F], sizes)[n] = x[n] @ weight[group of n], 0 for rows of no group
 
-By platform, chosen when the program is lowered: megablox kernels on TPUs, `jax.lax.ragged_dot` on GPUs, and on the CPU, where
-`ragged_dot` multiplies every row with every matrix, a loop over blocks of rows of one group.
+By platform: megablox kernels on TPUs, `jax.lax.ragged_dot` on GPUs, and on the CPU, where `ragged_dot` multiplies every row with every
+matrix, a loop over blocks of rows of one group. The platform is the one that a program is lowered for, which need not be the one it is
+traced on; so both products are primitives with a lowering for each.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
+from typing import Any, Callable
 
 import jax
+from jax.extend import core as jax_core
+from jax.interpreters import mlir
 import jax.numpy as jnp
 
 TILE = 128  # Rows and columns of a megablox tile.
@@ -33,28 +36,22 @@ def product(x: jax.Array, weight: jax.Array, sizes: jax.Array, transposed: bool 
   Returns:
     [N, F] in the dtype of x; 0 in rows that belong to no group.
   """
-  return _product(x, weight, sizes, transposed)
-
-
-def _product(x: jax.Array, weight: jax.Array, sizes: jax.Array, transposed: bool) -> jax.Array:
-  return jax.lax.platform_dependent(
-      x, weight, sizes, cpu=lambda *args: _cpu_product(*args, transposed=transposed),
-      tpu=lambda *args: _tpu_product(*args, transposed=transposed), default=lambda *args: _ragged_product(*args, transposed=transposed))
+  return _PRODUCT.bind(x, weight, sizes, transposed=transposed)
 
 
 def outer(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
-  """Sum over the rows of each group of x[n]^T y[n]: [G, D, F] of x [N, D] and y [N, F]; 0 for an empty group."""
-  return jax.lax.platform_dependent(x, y, sizes, cpu=_cpu_outer, tpu=_tpu_outer, default=_ragged_outer)
+  """Sum over the rows of each group of x[n]^T y[n]: f32[G, D, F] of x [N, D] and y [N, F]; 0 for an empty group."""
+  return _OUTER.bind(x, y, sizes)
 
 
 def _forward(x: jax.Array, weight: jax.Array, sizes: jax.Array, transposed: bool) -> tuple[jax.Array, Any]:
-  return _product(x, weight, sizes, transposed), (x, weight, sizes)
+  return product(x, weight, sizes, transposed), (x, weight, sizes)
 
 
 def _backward(transposed: bool, saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
   x, weight, sizes = saved
   pair = (gradient, x) if transposed else (x, gradient)
-  return _product(gradient, weight, sizes, not transposed), outer(*pair, sizes).astype(weight.dtype), None
+  return product(gradient, weight, sizes, not transposed), outer(*pair, sizes).astype(weight.dtype), None
 
 
 product.defvjp(_forward, _backward)
@@ -151,3 +148,26 @@ def _cpu_outer(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
     return out.at[group].add(part)
 
   return jax.lax.fori_loop(0, count, step, jnp.zeros((groups, x.shape[1], y.shape[1]), jnp.float32))
+
+
+# --- One name, three ways ------------------------------------------------------------------------------------------------------
+
+
+def _primitive(name: str, abstract: Callable[..., Any], **ways: Callable[..., jax.Array]) -> jax_core.Primitive:
+  """A primitive with a lowering for each platform in `ways`; 'default' is that of all others."""
+  primitive = jax_core.Primitive(name)
+  primitive.def_impl(lambda *arrays, **settings: jax.jit(functools.partial(primitive.bind, **settings))(*arrays))
+  primitive.def_abstract_eval(abstract)
+  for platform, way in ways.items():
+    lowering = mlir.lower_fun(way, multiple_results=False)
+    mlir.register_lowering(primitive, lowering, **({} if platform == 'default' else {'platform': platform}))
+  return primitive
+
+
+_PRODUCT = _primitive(
+    'grouped_product',
+    lambda x, weight, sizes, *, transposed: jax.core.ShapedArray((x.shape[0], weight.shape[1 if transposed else 2]), x.dtype),
+    cpu=_cpu_product, tpu=_tpu_product, default=_ragged_product)
+_OUTER = _primitive(
+    'grouped_outer', lambda x, y, sizes: jax.core.ShapedArray((sizes.shape[0], x.shape[1], y.shape[1]), jnp.dtype(jnp.float32)),
+    cpu=_cpu_outer, tpu=_tpu_outer, default=_ragged_outer)
