@@ -171,7 +171,7 @@ def _mix_all(x: jax.Array, ids: jax.Array, weights: jax.Array, gate: jax.Array, 
   share = jnp.sum(jnp.where(ids[..., None] == jnp.arange(count), weights[..., None], 0), axis=1)  # [N, G]
   many = jnp.broadcast_to(x, (count, *x.shape))
   hidden = jax.nn.silu(jnp.einsum('gnd,gdf->gnf', many, gate)) * jnp.einsum('gnd,gdf->gnf', many, up)
-  hidden = jnp.where(share[..., None] != 0, hidden.swapaxes(0, 1) * share[..., None], 0)  # Not a product: what was not asked for may be inf.
+  hidden = jnp.where(share[..., None] != 0, hidden.swapaxes(0, 1) * share[..., None], 0)  # An output not asked for may be inf.
   return hidden.reshape(x.shape[0], -1) @ down.reshape(-1, down.shape[-1])
 
 
