@@ -15,6 +15,58 @@ from sao_jax.config_checks import lookup
 
 
 @dataclasses.dataclass(frozen=True)
+class RopeConfig:
+  """How the rotary angles of positions are scaled, beside `model.rope_theta`."""
+
+  kind: str = 'default'  # 'default' | 'linear' | 'llama3' | 'yarn'.
+  fraction: float = 1.0  # Share of each head that is rotated, its first dimensions.
+  factor: float = 1.0  # Positions are stretched by it; nothing reads it for 'default'.
+  original_length: int = 0  # Longest position before the stretching ('llama3', 'yarn').
+  low_frequency: float = 1.0  # 'llama3': waves longer than original_length / low_frequency are stretched,
+  high_frequency: float = 4.0  # those shorter than original_length / high_frequency are not.
+  beta_fast: float = 32.0  # 'yarn': turns within original_length from which on a dimension is not stretched,
+  beta_slow: float = 1.0  # and up to which it is stretched in full.
+  attention_factor: float = 0.0  # 'yarn': cosine and sine are multiplied by it; 0: from factor, mscale and mscale_all_dim.
+  mscale: float = 0.0
+  mscale_all_dim: float = 0.0
+  truncate: bool = True  # 'yarn': round the borders between dimensions outwards.
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+  """Mixture of experts in place of the feed-forward; `count` 0 for none."""
+
+  count: int = 0
+  top_k: int = 1  # Experts of each token.
+  mlp_dim: int = 0  # Feed-forward width of one expert.
+  shared: int = 0  # Experts that every token passes, joined into one of `shared * mlp_dim`.
+  router: str = 'softmax'  # 'softmax' over all experts, or 'sigmoid' of each, chosen with a correction bias.
+  normalise: bool = True  # The weights of a token's experts are divided by their sum.
+  scale: float = 1.0  # The weights are multiplied by it.
+  groups: int = 1  # Experts come in groups; each token picks from
+  top_groups: int = 1  # so many of them.
+  dense_layers: tuple[int, ...] = ()  # Layers that keep a plain feed-forward of `model.mlp_dim`.
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentConfig:
+  """Multi-head latent attention in place of grouped-query attention, and its sparse index; `rank` 0 for none.
+
+  `model.head_dim` is then `plain_dim + rotary_dim`, and `model.num_kv_heads` is `model.num_heads`.
+  """
+
+  rank: int = 0  # Of the latent from which keys and values are made.
+  query_rank: int = 0
+  plain_dim: int = 0  # Part of a query/key head without position.
+  rotary_dim: int = 0  # Part that is rotated; its key is shared by all heads.
+  value_dim: int = 0
+  index_top_k: int = 0  # Keys that a query sees, chosen by the index; 0: all, no index.
+  index_heads: int = 0
+  index_dim: int = 0
+  shared_index_layers: tuple[int, ...] = ()  # Layers that take the choice of the layer before.
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """Shape of the decoder-only transformer; the value model has the same trunk."""
 
@@ -26,6 +78,9 @@ class ModelConfig:
   head_dim: int = 32
   mlp_dim: int = 384
   rope_theta: float = 10_000.0
+  rope: RopeConfig = RopeConfig()
+  experts: ExpertsConfig = ExpertsConfig()
+  latent: LatentConfig = LatentConfig()
   norm_eps: float = 1e-6
   qk_norm: bool = False  # RMS norm on queries and keys (Qwen3).
   qkv_bias: bool = False  # Bias on the query, key and value projections (Qwen2.5).
@@ -133,6 +188,8 @@ class LearnerConfig:
   value_warmup_steps: int = 10  # First RL steps in which only the value model learns.
   value_freeze: str = 'attention_and_embeddings'  # 'attention_and_embeddings' | 'nothing'.
   logits_chunk: int = 0  # Positions whose logits exist at once; 0: as many as fit 64 MB, between 128 and 1024.
+  freeze_router: bool = False  # The routers of experts learn in no stage and in neither model.
+  balance_coefficient: float = 0.0  # Of the load-balancing loss of the policy's experts; 0: no such loss.
   policy: OptimizerConfig = OptimizerConfig()
   value: OptimizerConfig = OptimizerConfig(learning_rate=5e-6)
   devices: tuple[int, ...] = ()
@@ -240,6 +297,8 @@ CHOICES = {
     'model.attention': ('dense', 'blockwise'),
     'model.compute_dtype': ('float32', 'bfloat16'),
     'model.param_dtype': ('float32', 'bfloat16'),
+    'model.rope.kind': ('default', 'linear', 'llama3', 'yarn'),
+    'model.experts.router': ('softmax', 'sigmoid'),
     'model.tokenizer': ('byte', 'pretrained'),
     'sampler.dtype': ('float32', 'bfloat16'),
     'sampler.on_update': ('keep_cache', 'recompute_cache', 'finish_first'),

@@ -12,7 +12,7 @@ import typing
 from typing import Any
 
 if typing.TYPE_CHECKING:
-  from sao_jax.config import Config
+  from sao_jax.config import Config, ModelConfig
 
 BYTE_VOCABULARY = 259  # 256 bytes, padding, start and end of turn: what `model.tokenizer='byte'` needs.
 OPTIMIZERS = ('learner.policy', 'learner.value', 'sft.optimizer', 'value_pretrain.optimizer')
@@ -54,6 +54,15 @@ RANGES: dict[str, Interval] = {
     'model.max_length': Interval(2),
     'model.rope_theta': POSITIVE,
     'model.norm_eps': POSITIVE,
+    'model.rope.fraction': Interval(0, 1, low_open=True),
+    'model.rope.factor': Interval(1),
+    **{f'model.rope.{name}': POSITIVE for name in ('low_frequency', 'high_frequency', 'beta_fast', 'beta_slow')},
+    **{f'model.rope.{name}': ANY_SIZE for name in ('original_length', 'attention_factor', 'mscale', 'mscale_all_dim')},
+    **{f'model.experts.{name}': ANY_SIZE for name in ('count', 'mlp_dim', 'shared')},
+    **{f'model.experts.{name}': SIZE for name in ('top_k', 'groups', 'top_groups')},
+    'model.experts.scale': POSITIVE,
+    **{f'model.latent.{name}': ANY_SIZE for name in (
+        'rank', 'query_rank', 'plain_dim', 'rotary_dim', 'value_dim', 'index_top_k', 'index_heads', 'index_dim')},
     'task.max_turns': SIZE,
     'task.max_turn_tokens': SIZE,
     'task.max_tokens': Interval(2),
@@ -81,6 +90,7 @@ RANGES: dict[str, Interval] = {
     'learner.value_steps': ANY_SIZE,
     'learner.value_warmup_steps': ANY_SIZE,
     'learner.logits_chunk': ANY_SIZE,
+    'learner.balance_coefficient': ANY_SIZE,
     'queue.max_staleness': ANY_SIZE,
     **{f'clock.{name}': POSITIVE for name in ('chunk_s', 'update_s')},
     **{f'clock.{name}': ANY_SIZE for name in ('environment_s', 'publish_s', 'sigma')},
@@ -164,6 +174,78 @@ def check_model(config: Config) -> None:
   if model.tokenizer == 'byte' and model.vocab_size < BYTE_VOCABULARY:
     raise ValueError(
         f"model.vocab_size must be at least {BYTE_VOCABULARY} for model.tokenizer='byte': got {model.vocab_size}; use {BYTE_VOCABULARY}.")
+  check_experts(model)
+  check_latent(model)
+  check_rope(model)
+
+
+def check_rope(model: ModelConfig) -> None:
+  """Scaled rotary angles have what their kind needs."""
+  rope = model.rope
+  turned = model.latent.rotary_dim if model.latent.rank else int(model.head_dim * rope.fraction)
+  if turned < 2 or turned % 2:
+    raise ValueError(
+        f'model.rope.fraction must leave an even number of rotated dimensions, at least 2: got {turned} of head_dim={model.head_dim}.')
+  if rope.kind in ('llama3', 'yarn') and rope.original_length < 1:
+    raise ValueError(
+        f'model.rope.original_length must be at least 1 for kind={rope.kind!r}, got {rope.original_length}; set it to the longest position '
+        'that the model had before its rotary angles were scaled.')
+  if rope.kind == 'llama3' and rope.high_frequency <= rope.low_frequency:
+    raise ValueError(
+        f'model.rope.high_frequency must be above low_frequency: got {rope.high_frequency} and {rope.low_frequency}; Llama 3 has 4 and 1.')
+
+
+def check_experts(model: ModelConfig) -> None:
+  """Sizes of the router's choice."""
+  experts = model.experts
+  if not experts.count:
+    if experts.shared or experts.dense_layers:
+      raise ValueError('model.experts.shared and dense_layers need experts: got model.experts.count=0.')
+    return
+  if experts.mlp_dim < 1:
+    raise ValueError(f'model.experts.mlp_dim must be at least 1 for model.experts.count={experts.count}, got {experts.mlp_dim}.')
+  if experts.count % experts.groups or (experts.groups > 1 and experts.count // experts.groups < 2):
+    raise ValueError(
+        f'model.experts.groups must divide model.experts.count into groups of at least 2: got {experts.groups} and {experts.count}.')
+  if experts.top_groups > experts.groups:
+    raise ValueError(f'model.experts.top_groups must be at most groups: got {experts.top_groups} of {experts.groups}.')
+  choice = experts.top_groups * (experts.count // experts.groups)
+  if experts.top_k > choice:
+    raise ValueError(
+        f'model.experts.top_k must be at most the number of experts in the groups that a token picks, {choice}: got {experts.top_k}.')
+  _check_layers('model.experts.dense_layers', experts.dense_layers, model.num_layers)
+  if len(experts.dense_layers) == model.num_layers:
+    raise ValueError('model.experts.dense_layers names every layer; set model.experts.count=0 for a model without experts.')
+
+
+def check_latent(model: ModelConfig) -> None:
+  """Sizes of latent attention and of its index."""
+  latent = model.latent
+  if not latent.rank:
+    return
+  for name in ('query_rank', 'plain_dim', 'rotary_dim', 'value_dim'):
+    if getattr(latent, name) < 1:
+      raise ValueError(f'model.latent.{name} must be at least 1 for latent attention (model.latent.rank={latent.rank}), got 0.')
+  if model.head_dim != latent.plain_dim + latent.rotary_dim or model.num_kv_heads != model.num_heads:
+    raise ValueError(
+        'With latent attention model.head_dim must be plain_dim + rotary_dim and model.num_kv_heads equal num_heads: got '
+        f'head_dim={model.head_dim} for {latent.plain_dim} + {latent.rotary_dim}, {model.num_kv_heads} for {model.num_heads} heads.')
+  if model.qk_norm or model.qkv_bias:
+    raise ValueError('Latent attention has norms of its own and no bias: set model.qk_norm and model.qkv_bias to False.')
+  if latent.index_top_k and (latent.index_heads < 1 or latent.index_dim < latent.rotary_dim):
+    raise ValueError(
+        'The index needs model.latent.index_heads of at least 1 and index_dim of at least rotary_dim: got '
+        f'{latent.index_heads} and {latent.index_dim} with rotary_dim={latent.rotary_dim}.')
+  _check_layers('model.latent.shared_index_layers', latent.shared_index_layers, model.num_layers)
+  if latent.shared_index_layers and (not latent.index_top_k or 0 in latent.shared_index_layers):
+    raise ValueError(
+        'model.latent.shared_index_layers take the choice of the layer before: that needs index_top_k above 0, and layer 0 must have an '
+        f'index of its own; got {latent.shared_index_layers} with index_top_k={latent.index_top_k}.')
+
+
+def _check_layers(path: str, layers: tuple[int, ...], count: int) -> None:
+  if list(layers) != sorted(set(layers)) or any(not 0 <= i < count for i in layers):
+    raise ValueError(f'{path} must be increasing numbers of layers, 0 to {count - 1}: got {layers}.')
 
 
 def _divisors(n: int) -> str:
@@ -250,6 +332,14 @@ def check_learner(config: Config) -> None:
     raise ValueError(
         f'model.param_dtype must be float32 in training, got {config.model.param_dtype}: steps of usual learning rates round to nothing in '
         "16 bits. For speed and memory set model.compute_dtype and sampler.dtype to 'bfloat16'.")
+  if learner.balance_coefficient and not config.model.experts.count and not config.model.pretrained:
+    raise ValueError(
+        f'learner.balance_coefficient balances experts, and the model has none: got {learner.balance_coefficient} with '
+        'model.experts.count=0; use 0.')
+  if learner.balance_coefficient and config.algorithm.denominator == 'kept_tokens':
+    raise ValueError(
+        'learner.balance_coefficient must be 0 with algorithm.denominator=\'kept_tokens\', which is known only after the forward pass: got '
+        f'{learner.balance_coefficient}; use \'action_tokens\' or \'trajectory\'.')
   pretrain = config.value_pretrain.rollouts
   if 0 < pretrain < learner.batch_size:
     raise ValueError(

@@ -95,10 +95,11 @@ class Programs:
   def __init__(self, shapes: Shapes):
     self.shapes = shapes
     mesh, model = shapes.mesh, shapes.model
-    _, abstract, axes = transformer.abstract(transformer.Policy, model)
+    _, abstract, axes = transformer.abstract(transformer.Policy, dataclasses.replace(model, param_dtype=shapes.dtype))
+    self._dtypes = {path: s.dtype for path, s in abstract.items()}  # A few leaves are float32 whatever the others are.
     self.param_shapes = {path: s.shape for path, s in abstract.items()}
     self.param_shardings = sharding.param_shardings(axes, abstract, mesh)
-    self._convert = sharding.make_converter(self.param_shardings, shapes.dtype)
+    self._convert = sharding.make_converter(self.param_shardings, self._dtypes)
     self.whole = sharding.replicated(mesh)
     pool, work = self._cache_sharding(shapes.pages, shapes.page_size), self._cache_sharding(shapes.slots, shapes.page_size)
     params, whole = self.param_shardings, self.whole
@@ -125,12 +126,12 @@ class Programs:
       layers = (None,) if self.shapes.model.scan_layers else ()
       return sharding.activation_sharding(layers + axes, x.shape, self.shapes.mesh)
 
-    layer = lambda x: (one(kv_cache.AXES[0], x[0]), one(kv_cache.AXES[1], x[1]))
+    layer = lambda arrays: tuple(one(axes, x) for axes, x in zip(kv_cache.AXES, arrays))
     return [layer(x) for x in cache] if isinstance(cache, list) else layer(cache)
 
   def place(self, params: Params) -> Params:
     """Parameters where they are sampled from; what has the right layout and dtype already is taken as it is."""
-    if any(x.dtype != jnp.dtype(self.shapes.dtype) for x in params.values()):
+    if any(x.dtype != self._dtypes.get(path) for path, x in params.items()):
       return self._convert(params)
     return jax.device_put(dict(params), self.param_shardings)
 

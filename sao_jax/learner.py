@@ -20,21 +20,13 @@ from sao_jax.batching import row_buckets
 from sao_jax.config import Config
 from sao_jax.models import transformer
 from sao_jax.types import Batch, Params, Stat
-from sao_jax.updates import Metrics, TrainState, Updates
+from sao_jax.updates import Metrics, TrainState, Updates, is_frozen  # is_frozen: re-exported.
 
 STAGES = ('sft', 'value_pretrain', 'rl')
 BATCH_DTYPES = {
     'tokens': np.int32, 'token_mask': np.bool_, 'action_mask': np.bool_, 'behaviour_log_prob': np.float32, 'reward': np.float32,
     'policy_version': np.int32, 'truncated': np.bool_, 'turn': np.int32,
 }
-
-
-def is_frozen(path: str, freeze: str) -> bool:
-  """Whether the value model's leaf at `path` is frozen: embeddings, and all inside an attention block (its q/k norms too).
-
-  Decided by whole components of the path: 'attention_norm', the norm before the block, is not 'attention'.
-  """
-  return freeze == 'attention_and_embeddings' and bool({'attention', 'embedding'} & set(path.split('.')))
 
 
 class Learner:
@@ -90,18 +82,18 @@ class Learner:
     if stage != 'sft' and not value:
       make = functools.partial(transformer.value_params_from_policy, config=self.config.model)
       value = jax.jit(make, out_shardings=self._shardings['value'])(state.policy)
-    frozen = {p for p in value if is_frozen(p, self._freeze(stage))}
+    frozen = {p for p in value if self._value_frozen(p, stage)}
     trainable = {p: x for p, x in value.items() if p not in frozen}
     return TrainState(
-        policy=state.policy, policy_opt=self._fresh(stage, 'policy', state.policy), value_trainable=trainable,
+        policy=state.policy, policy_opt=self._fresh(stage, 'policy', self._learns(state.policy)), value_trainable=trainable,
         value_frozen={p: value[p] for p in frozen}, value_opt=self._fresh(stage, 'value', trainable), step=state.step)
 
   def abstract_state(self, stage: str) -> TrainState:
     """Shapes, dtypes and shardings of the state in `stage`, for restoring a checkpoint and for compiling."""
     policy, value = self._abstract_params('policy'), self._abstract_params('value') if stage != 'sft' else {}
-    trainable = {p: x for p, x in value.items() if not is_frozen(p, self._freeze(stage))}
+    trainable = {p: x for p, x in value.items() if not self._value_frozen(p, stage)}
     return TrainState(
-        policy=policy, policy_opt=self._abstract_opt(stage, 'policy', policy), value_trainable=trainable,
+        policy=policy, policy_opt=self._abstract_opt(stage, 'policy', self._learns(policy)), value_trainable=trainable,
         value_frozen={p: x for p, x in value.items() if p not in trainable},
         value_opt=self._abstract_opt(stage, 'value', trainable),
         step=jax.ShapeDtypeStruct((), np.int32, sharding=sharding.replicated(self.mesh)))
@@ -203,8 +195,14 @@ class Learner:
     size = self.config.sft.batch_size if name == 'sft' else self.config.learner.batch_size
     return row_buckets(size, self.config.task.max_segments)
 
-  def _freeze(self, stage: str) -> str:
-    return self.config.value_pretrain.freeze if stage == 'value_pretrain' else self.config.learner.value_freeze
+  def _value_frozen(self, path: str, stage: str) -> bool:
+    learner = self.config.learner
+    freeze = self.config.value_pretrain.freeze if stage == 'value_pretrain' else learner.value_freeze
+    return is_frozen(path, freeze, freeze_router=learner.freeze_router)
+
+  def _learns(self, policy: Params) -> Params:
+    """What training changes of the policy."""
+    return {p: x for p, x in policy.items() if not self._updates.policy_frozen(p)}
 
   def _check_rows(self) -> None:
     parts = self.config.learner.micro_batches * self._groups
@@ -249,8 +247,7 @@ class Learner:
     for path, x in params.items():
       if x.shape != self._shapes[name][path].shape:
         raise ValueError(f'Parameter {path} must have shape {self._shapes[name][path].shape}, got {x.shape}.')
-    convert = sharding.make_converter(self._shardings[name], self.config.model.param_dtype)
-    return convert(params)
+    return sharding.make_converter(self._shardings[name], {p: s.dtype for p, s in self._shapes[name].items()})(params)
 
   def _abstract_params(self, name: str) -> Params:
     return {p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self._shardings[name][p]) for p, s in self._shapes[name].items()}

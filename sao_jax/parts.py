@@ -173,13 +173,14 @@ def build(config: Config, workdir: pathlib.Path, *, read_only: bool = False) -> 
   sharding.check_mesh(config)
   learner_mesh = sharding.make_mesh(sharding.pick_devices(config.learner.devices), config.learner.mesh)
   sampler_mesh = sharding.make_mesh(sharding.pick_devices(config.sampler.devices), config.sampler.mesh)
-  _, shapes, axes = transformer.abstract(transformer.Policy, model)
+  _, shapes, axes = transformer.abstract(transformer.Policy, dataclasses.replace(model, param_dtype=config.sampler.dtype))
+  dtypes = {path: s.dtype for path, s in shapes.items()}
   return Parts(
       config=config, model=model, workdir=workdir, tokenizer=tokenizer, environment=environment,
       conversation=conversation.make(tokenizer, environment.conversation, config.task.template), learner=Learner(config, learner_mesh),
       learner_mesh=learner_mesh, sampler_mesh=sampler_mesh,
       progress_bar=report.ProgressBar(enabled=config.logging.progress),
-      convert=sharding.make_converter(sharding.param_shardings(axes, shapes, sampler_mesh), config.sampler.dtype),
+      convert=sharding.make_converter(sharding.param_shardings(axes, shapes, sampler_mesh), dtypes),
       checkpointer=Checkpointer(workdir / 'checkpoints', keep=config.checkpoint.keep, read_only=read_only))
 
 

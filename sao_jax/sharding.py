@@ -3,8 +3,8 @@
 Every parameter and activation carries logical names, e.g. ('embed', 'heads', 'head_dim'). `RULES` (parameters) and `ACTIVATION_RULES` map a
 name to a mesh axis, to several, or to None. A new layout is a new table. This is the only module that knows how meshes are made.
 
-`data` and `fsdp` both split the batch; `fsdp` splits the parameters too. `tensor` splits heads, feed-forward and vocabulary. `expert` and
-`sequence` stand in the mesh so that its shape is final, and must be 1 as long as no rule names them.
+`data` and `fsdp` both split the batch; `fsdp` splits the parameters too. `tensor` splits heads, feed-forward and vocabulary, `expert` the
+experts. `sequence` stands in the mesh so that its shape is final, and must be 1 as long as no rule names it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ Shardings = dict[str, NamedSharding]
 
 RULES: Rules = {
     'vocab': 'tensor', 'embed': 'fsdp', 'heads': 'tensor', 'kv_heads': 'tensor', 'head_dim': None, 'mlp': 'tensor', 'layers': None,
+    'expert': 'expert', 'router': None, 'latent': None, 'index_heads': None,
 }
 ACTIVATION_RULES: Rules = {
     'batch': BATCH_AXES, 'length': None, 'vocab': 'tensor', 'embed': None, 'heads': 'tensor', 'kv_heads': 'tensor', 'head_dim': None,
@@ -152,16 +153,25 @@ def activation_sharding(axes: Sequence[str | None], shape: Sequence[int], mesh: 
   return NamedSharding(mesh, _fit(axes, shape, mesh, rules, lambda name: True, 'activation'))
 
 
-def shard_fn(mesh: Mesh, rules: Rules = ACTIVATION_RULES) -> Callable[[jax.Array, tuple[str | None, ...]], jax.Array]:
+class ShardActivations:
   """The `shard(x, logical_axes)` that a model calls on its activations, inside jit.
 
   An activation dimension that the mesh does not divide (a prefill of few rows, few key/value heads) stays whole.
+
+  Attributes:
+    mesh: where the activations are; parts that place their work by hand (experts) read it.
   """
 
-  def shard(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x, activation_sharding(axes, x.shape, mesh, rules))
+  def __init__(self, mesh: Mesh, rules: Rules):
+    self.mesh, self._rules = mesh, rules
 
-  return shard
+  def __call__(self, x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, activation_sharding(axes, x.shape, self.mesh, self._rules))
+
+
+def shard_fn(mesh: Mesh, rules: Rules = ACTIVATION_RULES) -> ShardActivations:
+  """What constrains activations on `mesh`."""
+  return ShardActivations(mesh, rules)
 
 
 # --- Moving arrays -------------------------------------------------------------------------------------------------------------
@@ -203,17 +213,17 @@ def _through_host(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def make_converter(shardings: Shardings, dtype: Any) -> Callable[[Params], Params]:
-  """Function from parameters on any mesh to parameters in `shardings` and `dtype`.
+  """Function from parameters on any mesh to parameters in `shardings` and `dtype`, one for all or a mapping from path to dtype.
 
   The result shares no buffer with its argument, which may be donated afterwards, and no device holds a full copy of a sharded array on
   the way. Between meshes of equally many devices, arrays are cast and laid out where they are and then go from device to device; otherwise
   each shard is put together on the host. The jitted part compiles once for each mesh that parameters come from.
   """
-  dtype = jax.numpy.dtype(dtype)
+  dtypes = {p: jax.numpy.dtype(dtype[p] if isinstance(dtype, Mapping) else dtype) for p in shardings}
   target_devices = tuple(next(iter(shardings.values())).mesh.devices.flat)
   casts: dict[Any, Callable[[Params], Params]] = {}
 
-  def cast_leaf(x: jax.Array) -> jax.Array:
+  def cast_leaf(x: jax.Array, dtype: Any) -> jax.Array:
     return x.astype(dtype) if jax.numpy.issubdtype(x.dtype, jax.numpy.floating) and x.dtype != dtype else jax.numpy.copy(x)
 
   def in_place(sharding: NamedSharding, devices: tuple[jax.Device, ...]) -> NamedSharding:
@@ -228,7 +238,7 @@ def make_converter(shardings: Shardings, dtype: Any) -> Callable[[Params], Param
     same_size = len(devices) == len(target_devices)
     if devices not in casts:
       out = {p: in_place(s, devices) for p, s in shardings.items()} if same_size else None
-      casts[devices] = jax.jit(lambda tree: jax.tree.map(cast_leaf, tree), out_shardings=out)
+      casts[devices] = jax.jit(lambda tree: {p: cast_leaf(x, dtypes[p]) for p, x in tree.items()}, out_shardings=out)
     fresh = casts[devices](params)
     if devices == target_devices:
       return fresh
@@ -246,11 +256,16 @@ def make_converter(shardings: Shardings, dtype: Any) -> Callable[[Params], Param
 
 def _check_side(config: Config, name: str, mesh_shape: Mapping[str, int]) -> None:
   """Raises ValueError where the model does not divide over the mesh of the learner or the sampler."""
-  for axis in ('expert', 'sequence'):
+  experts = config.model.experts
+  for axis in ('sequence',) if experts.count else ('expert', 'sequence'):
     if mesh_shape[axis] != 1:
       raise ValueError(f'{name}.mesh: axis {axis!r} must be 1, no array is split over it; got {mesh_shape[axis]}.')
-  for logical, setting in (('embed', 'embed_dim'), ('heads', 'num_heads'), ('mlp', 'mlp_dim')):
-    size = getattr(config.model, setting)
+  sizes = [(logical, setting, getattr(config.model, setting)) for logical, setting in (('embed', 'embed_dim'), ('heads', 'num_heads'))]
+  if not experts.count or experts.dense_layers:
+    sizes.append(('mlp', 'mlp_dim', config.model.mlp_dim))
+  if experts.count:
+    sizes += [('expert', 'experts.count', experts.count), ('mlp', 'experts.mlp_dim', experts.mlp_dim)]
+  for logical, setting, size in sizes:
     parts = math.prod(mesh_shape[a] for a in _mesh_axes(RULES[logical]))
     if size % parts:
       raise ValueError(

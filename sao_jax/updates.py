@@ -6,6 +6,9 @@
 
 Losses travel as totals; they and their gradients are divided once, by counts of the whole global batch, so that micro-batches and devices
 change nothing but round-off.
+
+With experts and `learner.balance_coefficient`, the policy also learns to use them evenly. That loss multiplies shares of the whole batch,
+so with several micro-batches a first forward pass counts the choices of all of them.
 """
 
 from __future__ import annotations
@@ -20,10 +23,29 @@ import optax
 from sao_jax import algorithms, log_probs, optim
 from sao_jax.config import Config
 from sao_jax.masking import masked_stat, masked_variance
-from sao_jax.models import attention, transformer
+from sao_jax.models import attention, moe, transformer
 from sao_jax.types import Batch, Params, Stat
 
 Metrics = dict[str, Stat]
+NEVER_LEARN = ('indexer', 'correction')  # Parts of the model that only make a choice: no gradient reaches them.
+
+
+def is_frozen(path: str, freeze: str, *, freeze_router: bool = False) -> bool:
+  """Whether the leaf at `path` has no gradient and no optimizer state.
+
+  Decided by whole components of the path: 'attention_norm', the norm before the block, is not 'attention'.
+
+  Args:
+    path: dotted path of the leaf.
+    freeze: 'attention_and_embeddings' (all inside an attention block, its norms and index too) or 'nothing'; for the policy 'nothing'.
+    freeze_router: whether the routers of experts are frozen.
+  """
+  names = {*NEVER_LEARN}
+  if freeze == 'attention_and_embeddings':
+    names |= {'attention', 'embedding'}
+  if freeze_router:
+    names.add('router')
+  return bool(names & set(path.split('.')))
 
 
 @jax.tree_util.register_dataclass
@@ -90,11 +112,12 @@ class Updates:
 
   def sft(self, optimizer: optax.GradientTransformation, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """One supervised step: mean negative log-likelihood of the action tokens at temperature 1."""
-    gradient, terms = self._policy_gradient(state.policy, batch, algorithms.supervised_loss, (), temperature=1.0)
+    actions = jnp.sum(batch.action_mask, dtype=jnp.float32)
+    gradient, terms, experts = self._policy_gradient(state.policy, batch, algorithms.supervised_loss, (), actions, temperature=1.0)
     loss = terms.stats['loss']
     state, norm = self._apply_policy(optimizer, state, gradient, loss, finite=jnp.bool_(True))
     metrics = {'sft/loss': loss, 'sft/grad_norm': norm, 'sft/entropy': masked_stat(terms.entropy, batch.action_mask)}
-    return dataclasses.replace(state, step=state.step + 1), metrics
+    return dataclasses.replace(state, step=state.step + 1), metrics | experts
 
   # --- Forward passes ----------------------------------------------------------------------------------------------------------
 
@@ -116,8 +139,13 @@ class Updates:
     return self._over_micro_batches(forward, batch)[1]
 
   def _hidden(self, params: Params, batch: Batch) -> jax.Array:
+    return self._hidden_and_load(params, batch)[0]
+
+  def _hidden_and_load(self, params: Params, batch: Batch) -> tuple[jax.Array, moe.Load | None]:
+    """Hidden states, and how the real tokens (prompts, observations, actions; never padding) used the experts."""
     model = transformer.merge(transformer.Policy, self.config.model, params)
-    return model.hidden(batch.tokens, _positions(batch.tokens), attention.make(self.config.model), shard=self.shard)[0]
+    attend = attention.make(self.config.model)
+    return model.hidden_and_load(batch.tokens, _positions(batch.tokens), attend, batch.token_mask, shard=self.shard)
 
   def _value_forward(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
     model = transformer.merge(transformer.ValueModel, self.config.model, params)
@@ -218,8 +246,9 @@ class Updates:
       bounds = dict(epsilon_low=c.epsilon_low, epsilon_high=c.epsilon_high)
       return algorithms.OBJECTIVES[c.objective](log_prob, behaviour, advantage, mask, **bounds)
 
-    gradient, terms = self._policy_gradient(
-        state.policy, batch, objective, (batch.behaviour_log_prob, weighted), temperature=self.config.sampler.temperature)
+    expected = rows if c.denominator == 'trajectory' else jnp.sum(mask, dtype=jnp.float32)
+    gradient, terms, experts = self._policy_gradient(
+        state.policy, batch, objective, (batch.behaviour_log_prob, weighted), expected, temperature=self.config.sampler.temperature)
     stats = terms.stats
     count = {'action_tokens': stats['loss'].count, 'kept_tokens': stats['kept_fraction'].total, 'trajectory': rows}[c.denominator]
     loss = Stat(stats['loss'].total, count)
@@ -228,28 +257,55 @@ class Updates:
     metrics = {'policy/loss': loss, 'policy/grad_norm': norm, 'policy/entropy': masked_stat(terms.entropy, mask)}
     metrics |= {f'{c.objective}/{name}': stats[name] for name in ('kept_fraction', 'above', 'below')}
     metrics |= {'advantage/mean': masked_stat(advantage, mask), 'advantage/abs_mean': masked_stat(jnp.abs(advantage), mask)}
-    return state, metrics | _ratio_metrics(terms.log_prob, batch, version)
+    return state, metrics | experts | _ratio_metrics(terms.log_prob, batch, version)
 
   def _policy_gradient(
-      self, params: Params, batch: Batch, objective: log_probs.Objective, inputs: tuple[jax.Array, ...], *, temperature: float
-  ) -> tuple[Params, log_probs.TokenTerms]:
-    """Gradient of the objective's total by every parameter, and the terms (without their gradients)."""
+      self, params: Params, batch: Batch, objective: log_probs.Objective, inputs: tuple[jax.Array, ...], count: jax.Array,
+      *, temperature: float
+  ) -> tuple[Params, log_probs.TokenTerms, Metrics]:
+    """Gradient of the objective's total by every parameter that learns, the terms (without their gradients), and expert metrics.
+
+    `count` f32[] is what the gradient will be divided by: the load-balancing loss, which is a mean already, is multiplied by it.
+    """
     path, unembed = self._head(params)
     head = self._make_head(unembed, temperature)
+    learns = {p: x for p, x in params.items() if not self.policy_frozen(p)}
+    coefficient, of_all = self.config.learner.balance_coefficient, self._load_of_all(params, batch)
 
-    def gradient(part: tuple[Batch, tuple[jax.Array, ...]]) -> tuple[tuple[Params, Metrics], Any]:
+    def gradient(part: tuple[Batch, tuple[jax.Array, ...]]) -> tuple[tuple[Params, Metrics, moe.Load | None], Any]:
       batch, inputs = part
-      trunk = {p: x for p, x in params.items() if p != path or self.config.model.tie_embeddings}
-      hidden, back = jax.vjp(lambda trunk: self._hidden(params | trunk, batch), trunk)
+      trunk = {p: x for p, x in learns.items() if p != path or self.config.model.tie_embeddings}
+      (hidden, loss), back, load = jax.vjp(lambda trunk: self._hidden_and_balance(params | trunk, batch, of_all), trunk, has_aux=True)
       weight = self.shard(params[path], ('vocab', 'embed') if self.config.model.tie_embeddings else ('embed', 'vocab'))
       terms = log_probs.token_terms(
           head, hidden, weight, batch.tokens, batch.action_mask, objective, inputs, with_gradient=True)
-      gradients = back(terms.hidden_gradient)[0]
+      gradients = back((terms.hidden_gradient, None if loss is None else coefficient * count))[0]
       gradients[path] = gradients[path] + terms.weight_gradient if path in gradients else terms.weight_gradient
-      return (self.constrain(gradients), terms.stats), (terms.log_prob, terms.entropy)
+      return (self.constrain(gradients), terms.stats, load), (terms.log_prob, terms.entropy)
 
-    (gradients, stats), (log_prob, entropy) = self._over_micro_batches(gradient, (batch, inputs))
-    return gradients, log_probs.TokenTerms(log_prob, entropy, stats, None, None)
+    (gradients, stats, load), (log_prob, entropy) = self._over_micro_batches(gradient, (batch, inputs))
+    return gradients, log_probs.TokenTerms(log_prob, entropy, stats, None, None), {} if load is None else _expert_metrics(load)
+
+  def policy_frozen(self, path: str) -> bool:
+    """Whether a leaf of the policy learns nothing."""
+    return is_frozen(path, 'nothing', freeze_router=self.config.learner.freeze_router)
+
+  def _hidden_and_balance(
+      self, params: Params, batch: Batch, of_all: moe.Load | None
+  ) -> tuple[tuple[jax.Array, jax.Array | None], moe.Load | None]:
+    """(hidden states, this part of the load-balancing loss or None where its coefficient is 0), and the load."""
+    hidden, load = self._hidden_and_load(params, batch)
+    if load is None or not self.config.learner.balance_coefficient:
+      return (hidden, None), load
+    whole = load if of_all is None else of_all
+    return (hidden, moe.balance_loss(load, whole.chosen, whole.tokens)), load
+
+  def _load_of_all(self, params: Params, batch: Batch) -> moe.Load | None:
+    """Load of all micro-batches together, where the load-balancing loss needs it; it costs a forward pass."""
+    learner = self.config.learner
+    if learner.micro_batches == 1 or not learner.balance_coefficient or not self.config.model.experts.count:
+      return None
+    return jax.lax.stop_gradient(self._over_micro_batches(lambda part: (self._hidden_and_load(params, part)[1], ()), batch)[0])
 
   def _apply_policy(
       self, optimizer: optax.GradientTransformation, state: TrainState, gradient: Params, loss: Stat, *, finite: jax.Array
@@ -257,8 +313,9 @@ class Updates:
     """One optimizer step on the gradient of loss.total / loss.count, if `finite`; also the gradient norm before clipping."""
     mean, gradient, norm = _normalise(loss, gradient)
     accept = _acceptable(mean, norm, loss.count) & finite
-    policy, policy_opt = optim.apply(optimizer, gradient, state.policy_opt, state.policy, accept=accept)
-    state = dataclasses.replace(state, policy=policy, policy_opt=policy_opt)
+    learns = {p: state.policy[p] for p in gradient}
+    learns, policy_opt = optim.apply(optimizer, gradient, state.policy_opt, learns, accept=accept)
+    state = dataclasses.replace(state, policy=state.policy | learns, policy_opt=policy_opt)
     return state, Stat(norm, jnp.where(loss.count > 0, 1.0, 0.0))
 
   # --- Batches -----------------------------------------------------------------------------------------------------------------
@@ -313,6 +370,17 @@ def _normalise(loss: Stat, gradient: Params) -> tuple[jax.Array, Params, jax.Arr
 def _acceptable(loss: jax.Array, norm: jax.Array, count: jax.Array) -> jax.Array:
   """bool[]: whether a step may change anything: finite, and with something to learn from."""
   return jnp.isfinite(loss) & jnp.isfinite(norm) & (count > 0)
+
+
+def _expert_metrics(load: moe.Load) -> Metrics:
+  """How evenly the tokens of a batch used the experts, as means over layers."""
+  some = (jnp.sum(load.tokens) > 0).astype(jnp.float32)
+  mean = jnp.maximum(jnp.mean(load.chosen, axis=-1), 1e-9)
+  values = {
+      'balance_loss': moe.balance_loss(load, load.chosen, load.tokens),
+      'load_max_over_mean': jnp.mean(jnp.max(load.chosen, axis=-1) / mean),
+      'unused_fraction': jnp.mean((load.chosen == 0).astype(jnp.float32))}
+  return {f'experts/{name}': Stat(value * some, some) for name, value in values.items()}
 
 
 def _ratio_metrics(log_prob: jax.Array, batch: Batch, version: jax.Array) -> Metrics:

@@ -76,6 +76,10 @@ def test_unknown_section():
 
 # --- Ranges ---
 
+EXPERTS = {'model.experts.count': 8, 'model.experts.top_k': 2, 'model.experts.mlp_dim': 16}
+LATENT = {
+    'model.latent.rank': 16, 'model.latent.query_rank': 16, 'model.latent.plain_dim': 8, 'model.latent.rotary_dim': 8,
+    'model.latent.value_dim': 8, 'model.head_dim': 16, 'model.num_kv_heads': 4}
 IMPOSSIBLE = [
     ({'learner.value_steps': 0, 'learner.value_warmup_steps': 3}, 'learner.value_steps=0 trains none'),
     ({'model.param_dtype': 'bfloat16'}, 'model.param_dtype must be float32 in training'),
@@ -88,6 +92,27 @@ IMPOSSIBLE = [
     ({'model.rope_theta': -1.0}, 'model.rope_theta must be above 0'),
     ({'model.norm_eps': math.nan}, 'model.norm_eps must be a finite number'),
     ({'model.attention': 'flash'}, 'model.attention must be one of dense, blockwise'),
+    ({'model.rope.kind': 'longrope'}, 'model.rope.kind must be one of default, linear, llama3, yarn'),
+    ({'model.rope.fraction': 0.03}, 'even number of rotated dimensions, at least 2: got 0 of head_dim=32'),
+    ({'model.rope.kind': 'yarn', 'model.rope.factor': 4.0}, "model.rope.original_length must be at least 1 for kind='yarn'"),
+    ({'model.rope.kind': 'llama3', 'model.rope.original_length': 64, 'model.rope.low_frequency': 4.0}, 'high_frequency must be above'),
+    ({**EXPERTS, 'model.experts.mlp_dim': 0}, 'model.experts.mlp_dim must be at least 1'),
+    ({**EXPERTS, 'model.experts.top_k': 9}, 'model.experts.top_k must be at most .* 8: got 9'),
+    ({**EXPERTS, 'model.experts.groups': 3}, 'model.experts.groups must divide .* got 3 and 8'),
+    ({**EXPERTS, 'model.experts.groups': 8}, 'into groups of at least 2: got 8 and 8'),
+    ({**EXPERTS, 'model.experts.groups': 4, 'model.experts.top_groups': 5}, 'top_groups must be at most groups: got 5 of 4'),
+    ({**EXPERTS, 'model.experts.groups': 4, 'model.experts.top_k': 3}, 'in the groups that a token picks, 2: got 3'),
+    ({**EXPERTS, 'model.experts.dense_layers': (3,)}, r'numbers of layers, 0 to 2: got \(3,\)'),
+    ({**EXPERTS, 'model.experts.dense_layers': (0, 1, 2)}, 'names every layer; set model.experts.count=0'),
+    ({'model.experts.shared': 1}, 'need experts: got model.experts.count=0'),
+    ({'learner.balance_coefficient': 0.1}, 'balances experts, and the model has none'),
+    ({**EXPERTS, 'learner.balance_coefficient': 0.1, 'algorithm.denominator': 'kept_tokens'}, 'must be 0 with algorithm.denominator'),
+    ({'model.latent.rank': 16}, 'model.latent.query_rank must be at least 1'),
+    ({**LATENT, 'model.head_dim': 32}, 'model.head_dim must be plain_dim . rotary_dim.*head_dim=32 for 8 . 8'),
+    ({**LATENT, 'model.qk_norm': True}, 'set model.qk_norm and model.qkv_bias to False'),
+    ({**LATENT, 'model.latent.index_top_k': 4}, 'model.latent.index_heads of at least 1'),
+    ({**LATENT, 'model.latent.shared_index_layers': (1,)}, 'take the choice of the layer before'),
+    ({**LATENT, 'model.latent.rotary_dim': 7, 'model.latent.plain_dim': 9}, 'even number of rotated dimensions'),
     ({'task.max_turns': 0}, 'task.max_turns'),
     ({'task.max_turn_tokens': 129}, 'task.max_turn_tokens must be at most task.max_tokens'),
     ({'task.max_tokens': 129}, 'learner.lengths must cover the longest rollout, 129 tokens'),
@@ -187,6 +212,8 @@ def test_impossible_optimizers_are_refused(section, changes, message):
     {'sampler.top_p': 0.5, 'sampler.top_k': 5, 'rl.policy_steps': 0},  # No RL stage, so nothing is trained on what is drawn.
     {'learner.policy.schedule': 'cosine', 'learner.policy.decay_steps': 100, 'learner.policy.warmup_steps': 10},
     {'learner.policy.learning_rate': 0.0},
+    {**EXPERTS, 'model.experts.dense_layers': (0,), 'learner.balance_coefficient': 0.01, 'learner.freeze_router': True},
+    LATENT,
     {'algorithm.gae_lambda': 0.0},
     {'model.pretrained': 'smollm2-135m-instruct', 'model.tokenizer': 'pretrained', 'model.num_heads': 9, 'model.num_kv_heads': 3},
     {'model.pretrained': 'x.gguf', 'task.max_tokens': 1000, 'learner.lengths': (1000,)},

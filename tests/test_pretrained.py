@@ -18,6 +18,7 @@ import safetensors.numpy
 from sao_jax import models
 from sao_jax import sharding
 from sao_jax.config import ModelConfig
+from sao_jax.models import families
 from sao_jax.models import files
 from sao_jax.models import pretrained
 from sao_jax.models import safetensors_io
@@ -299,8 +300,8 @@ def test_a_head_beside_tied_embeddings(tmp_path):
 
 @pytest.mark.parametrize('settings, words', [
     ({'model_type': 'mamba'}, "model_type 'mamba' is not supported"),
-    ({'rope_parameters': {'rope_type': 'llama3', 'factor': 8.0, 'rope_theta': 5e5}}, "rope type 'llama3'"),
-    ({'rope_parameters': None, 'rope_scaling': {'type': 'linear', 'factor': 2.0}}, "rope type 'linear'"),
+    ({'rope_parameters': {'rope_type': 'llama3', 'factor': 8.0, 'rope_theta': 5e5}}, "rope type 'llama3' needs low_freq_factor"),
+    ({'rope_parameters': None, 'rope_scaling': {'type': 'dynamic', 'factor': 2.0}}, "rope type 'dynamic' is not supported"),
     ({'attention_bias': True}, 'a bias on all attention projections'),
     ({'mlp_bias': True}, 'a bias in the feed-forward'),
     ({'use_sliding_window': True}, 'sliding windows'),
@@ -382,7 +383,7 @@ def tiny_gguf(path, *, architecture='llama', drop=(), extra=None, scaling=None):
   if scaling:
     writer.add_string('llama.rope.scaling.type', scaling)
   _, shapes, _ = transformer.abstract(transformer.Policy, dataclasses.replace(
-      ModelConfig(), **weight_names.shape_from_json(values, 'tiny')))
+      ModelConfig(), **families.shape_from_json(values, 'tiny')))
   for p in shapes:
     x = tensors[weight_names.hugging_face_name(p)]
     if p.endswith(('attention.query', 'attention.key')):  # As llama.cpp's converter does.

@@ -166,6 +166,8 @@ def changed(**sections):
 
 def test_check_mesh_accepts_the_defaults_and_split_layouts():
   sharding.check_mesh(config_lib.Config())
+  sharding.check_mesh(changed(
+      learner={'mesh': (1, 2, 4, 1, 1)}, sampler={'mesh': (1, 1, 8, 1, 1)}, model={'experts': config_lib.ExpertsConfig(count=8, mlp_dim=8)}))
   sharding.check_mesh(changed(learner={'devices': (0, 1, 2, 3)}, sampler={'devices': (4, 5, 6, 7), 'mesh': (1, 1, 1, 1, 4)}))
 
 
@@ -177,6 +179,9 @@ def test_check_mesh_accepts_the_defaults_and_split_layouts():
     ({'sampler': {'mesh': (1, 1, 1, 1, 1)}}, r'sampler\.mesh: .* need 1 devices, got 8'),
     ({'learner': {'mesh': (1, 1, 1, 1, 8)}}, 'model.num_heads must be a multiple'),
     ({'learner': {'mesh': (1, 1, 1, 8, 1)}}, "axis 'sequence' must be 1"),
+    ({'learner': {'mesh': (1, 1, 8, 1, 1)}}, "axis 'expert' must be 1"),
+    ({'learner': {'mesh': (1, 2, 4, 1, 1)}, 'model': {'experts': config_lib.ExpertsConfig(count=6, mlp_dim=8)}},
+     "model.experts.count must be a multiple of the 'expert' axis of learner.mesh: got 6 with expert=4"),
     ({'model': {'embed_dim': 100}}, 'model.embed_dim must be a multiple'),
 ])
 def test_check_mesh_says_what_to_change(sections, words):

@@ -123,14 +123,6 @@ def test_a_value_model_made_from_a_policy_starts_at_zero():
   assert set(value) == (set(policy) - {'unembedding'}) | {'head', 'head_bias'}
 
 
-@pytest.mark.parametrize('position', [0, 1, 1000, 8191])
-def test_rotary_table(position):
-  cos, sin = transformer.rope_table(jnp.array([[position]]), 64, 1e5)
-  angle = position * 1e5 ** (-np.arange(32) / 32)
-  np.testing.assert_allclose(cos[0, 0, 0], np.cos(angle), atol=max(1e-6, position * 1.2e-7))
-  np.testing.assert_allclose(sin[0, 0, 0], np.sin(angle), atol=max(1e-6, position * 1.2e-7))
-
-
 def test_leaves():
   _, tied, axes = transformer.abstract(transformer.Policy, TINY)
   _, untied, _ = transformer.abstract(transformer.Policy, FULL)

@@ -1,13 +1,15 @@
-"""Public weights in and out: GGUF files of architecture llama, and Hugging Face folders of Llama, Qwen2.5 and Qwen3 shapes.
+"""Public weights in and out: GGUF files of architecture llama, and Hugging Face folders of the families in `families.py`.
 
-Weights are read tensor by tensor straight into their sharding: beside the parameters there is never more than one tensor in memory (one
+Weights are read tensor by tensor straight into their sharding: beside the parameters there is never more than one parameter in memory (one
 stack of layers with `scan_layers`). What a file holds is compared with what the model needs before anything is loaded.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import logging
 import os
 import pathlib
 import shutil
@@ -20,11 +22,13 @@ import numpy as np
 
 from sao_jax import sharding
 from sao_jax.config import ModelConfig
+from sao_jax.models import families
 from sao_jax.models import files
 from sao_jax.models import safetensors_io
 from sao_jax.models import tokenizers
 from sao_jax.models import transformer
 from sao_jax.models import weight_names
+from sao_jax.models.weight_names import Piece
 from sao_jax.types import Params
 
 SHARD_BYTES = 5_000_000_000  # Largest weight file written; what Hugging Face's writer uses.
@@ -42,12 +46,12 @@ class Weights(Protocol):
   shape: dict[str, Any]
   stored: dict[str, tuple[int, ...]]
 
-  def name(self, path: str) -> str:
-    """Name there of an unrolled parameter."""
+  def pieces(self, path: str, shape: tuple[int, ...]) -> list[Piece]:
+    """The tensors there that make up an unrolled parameter of `shape`."""
     ...
 
-  def read(self, path: str, head_dim: int) -> np.ndarray:
-    """The stored tensor of an unrolled parameter, heads in the rotary order used here."""
+  def read(self, path: str, piece: Piece, head_dim: int) -> np.ndarray:
+    """The stored tensor of a piece of an unrolled parameter, heads in the rotary order used here."""
     ...
 
 
@@ -61,13 +65,13 @@ class GgufWeights:
     self.stored = {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._tensors.items()}
     wanted = ('general.', 'llama.', 'tokenizer.ggml.tokens')
     fields = {name: field.contents() for name, field in reader.fields.items() if name.startswith(wanted)}
-    self.shape = weight_names.shape_from_gguf(fields, str(path), tied='output.weight' not in self.stored)
+    self.shape = families.shape_from_gguf(fields, str(path), tied='output.weight' not in self.stored)
 
-  def name(self, path: str) -> str:
-    return weight_names.gguf_name(path)
+  def pieces(self, path: str, shape: tuple[int, ...]) -> list[Piece]:
+    return [Piece(weight_names.gguf_name(path), weight_names.stored_shape(path, shape))]
 
-  def read(self, path: str, head_dim: int) -> np.ndarray:
-    tensor = self._tensors[self.name(path)]
+  def read(self, path: str, piece: Piece, head_dim: int) -> np.ndarray:
+    tensor = self._tensors[piece.name]
     x = self._gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(self.stored[tensor.name])
     return weight_names.undo_gguf_rotation(path, x, head_dim)
 
@@ -77,14 +81,26 @@ class FolderWeights:
 
   def __init__(self, folder: pathlib.Path):
     self.path = folder
-    self.shape = weight_names.shape_from_json(files.read_json(folder / 'config.json'), str(folder / 'config.json'))
+    settings = files.read_json(folder / 'config.json')
+    self.shape = families.shape_from_json(settings, str(folder / 'config.json'))
     index = folder / 'model.safetensors.index.json'
     names = sorted(set(files.read_json(index).get('weight_map', {}).values())) if index.is_file() else ['model.safetensors']
     self._files = [safetensors_io.SafetensorsFile(folder / name) for name in names]
     self._where = {name: file for file in self._files for name in file.shapes}
     self.stored = {name: file.shapes[name] for name, file in self._where.items() if not name.endswith('rotary_emb.inv_freq')}
+    self._drop_extra_layers(families.extra_layers(settings))
     if self.shape['tie_embeddings']:
       self._drop_tied_head()
+
+  def _drop_extra_layers(self, layers: range) -> None:
+    """Layers for multi-token prediction are left out, with a word in the log."""
+    extra = [name for name in self.stored if weight_names.layer_of(name) in layers]
+    if extra:
+      numbers = sorted({weight_names.layer_of(name) for name in extra})
+      logging.info(
+          '%s: layers %s (%d tensors) predict further tokens; they play no part here and are left out.', self.path, numbers, len(extra))
+    for name in extra:
+      del self.stored[name]
 
   def _drop_tied_head(self) -> None:
     """A copy of the embedding that some writers add is left out; another head contradicts the settings."""
@@ -94,12 +110,12 @@ class FolderWeights:
         raise ValueError(f'{self.path}: config.json says tied embeddings, but {head} differs from {embedding}; one of them is wrong.')
       del self.stored[head]
 
-  def name(self, path: str) -> str:
-    return weight_names.hugging_face_name(path)
+  def pieces(self, path: str, shape: tuple[int, ...]) -> list[Piece]:
+    return weight_names.pieces(path, shape, stored=self.stored)
 
-  def read(self, path: str, head_dim: int) -> np.ndarray:
-    del head_dim  # The order of rows is the one used here.
-    return self._where[self.name(path)].read(self.name(path))
+  def read(self, path: str, piece: Piece, head_dim: int) -> np.ndarray:
+    del path, head_dim  # The order of rows is the one used here.
+    return self._where[piece.name].read(piece.name)
 
 
 def _open(name: str) -> Weights:
@@ -122,7 +138,7 @@ def resolve_config(config: ModelConfig) -> ModelConfig:
 
 def _check_tensors(weights: Weights, shapes: Mapping[str, Any], label: str) -> None:
   """Raises ValueError that names the tensors which are missing, left over, or of another shape."""
-  needed = {weights.name(p): weight_names.stored_shape(p, s.shape) for p, s in shapes.items()}
+  needed = {piece.name: piece.shape for p, s in shapes.items() for piece in weights.pieces(p, s.shape)}
   problems = {
       'missing': [n for n in needed if n not in weights.stored],
       'not part of the model': [n for n in weights.stored if n not in needed],
@@ -149,27 +165,34 @@ def load_params(config: ModelConfig, mesh: Mesh | None = None) -> Params:
   _check_tensors(weights, stored, config.pretrained)
   _, shapes, axes = transformer.abstract(transformer.Policy, config)
   placement = sharding.param_shardings(axes, shapes, mesh) if mesh is not None else {p: None for p in shapes}
-  dtype = jnp.dtype(config.param_dtype)
 
   def read(path: str) -> np.ndarray:
-    shape = stored[path].shape
-    x = weight_names.from_stored(path, weights.read(path, config.head_dim), shape).astype(dtype)
-    if not np.all(np.isfinite(x)):
-      raise ValueError(f'{config.pretrained}: tensor {weights.name(path)} holds numbers that are not finite; fetch the file again.')
-    return x
+    shape, dtype = stored[path].shape, stored[path].dtype
+    experts = np.empty(shape, dtype) if len(weights.pieces(path, shape)) > 1 else None
+    for piece in weights.pieces(path, shape):
+      part = weight_names.from_stored(path, weights.read(path, piece, config.head_dim), shape, piece).astype(dtype)
+      if not np.all(np.isfinite(part)):
+        raise ValueError(f'{config.pretrained}: tensor {piece.name} holds numbers that are not finite; fetch the file again.')
+      if experts is not None:
+        experts[piece.expert] = part
+    return part.reshape(shape) if experts is None else experts
+
+  def leaf(path: str) -> np.ndarray:
+    return _read_leaf(path, config, shapes[path], read)
 
   # The copy made by device_put is the only one that stays: memory of the host array could otherwise be donated and overwritten.
-  return {p: jax.device_put(_read_leaf(p, s.shape, dtype, read), placement[p], may_alias=False) for p, s in shapes.items()}
+  return {p: jax.device_put(leaf(p), placement[p], may_alias=False) for p in shapes}
 
 
-def _read_leaf(path: str, shape: tuple[int, ...], dtype: Any, read: Callable[[str], np.ndarray]) -> np.ndarray:
-  """One parameter: a tensor of the file, or with stacked layers those of all layers."""
-  rest = path.removeprefix(LAYERS)
-  if rest == path or rest.split('.', 1)[0].isdigit():
+def _read_leaf(path: str, config: ModelConfig, leaf: Any, read: Callable[[str], np.ndarray]) -> np.ndarray:
+  """One parameter: a tensor of the file, or with stacked layers those of all layers of the stack."""
+  prefix = next((p for p in (transformer.FIRST_LAYERS, LAYERS) if path.startswith(p)), None)
+  if prefix is None or not config.scan_layers:
     return read(path)
-  stack = np.empty(shape, dtype)
-  for i in range(shape[0]):
-    stack[i] = read(f'{LAYERS}{i}.{rest}')
+  start = transformer.stacked_layers(config)[0] if prefix == LAYERS else 0
+  stack = np.empty(leaf.shape, leaf.dtype)
+  for i in range(leaf.shape[0]):
+    stack[i] = read(f'{LAYERS}{start + i}.{path[len(prefix):]}')
   return stack
 
 
@@ -232,7 +255,7 @@ def save_params(
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise ValueError(f'{folder} already holds something; a model is saved into a new folder.')
   dtype = jnp.dtype(config.param_dtype)
-  settings = weight_names.json_from_config(config, dtype.name)
+  settings = families.json_from_config(config, dtype.name)
   if tokenizer is not None:
     stops = tokenizer.stop_ids
     settings |= {'eos_token_id': stops[0] if len(stops) == 1 else list(stops), 'pad_token_id': tokenizer.pad_id}
@@ -242,35 +265,40 @@ def save_params(
   (partial / 'config.json').write_text(json.dumps(settings, indent=2))
   if tokenizer is not None:
     tokenizer.save(partial)
-  _write_weights(partial, dataclasses.replace(config, scan_layers=False), params, dtype, shard_bytes)
+  _write_weights(partial, config, params, shard_bytes)
   if folder.exists():
     folder.rmdir()
   partial.rename(folder)
 
 
-def _write_weights(folder: pathlib.Path, unrolled: ModelConfig, params: Params, dtype: Any, shard_bytes: int) -> None:
+def _write_weights(folder: pathlib.Path, config: ModelConfig, params: Params, shard_bytes: int) -> None:
   """Weight files of at most `shard_bytes`, and their index where there are several."""
-  _, shapes, _ = transformer.abstract(transformer.Policy, unrolled)
-  paths = {weight_names.hugging_face_name(p): p for p in shapes}
-  stored = {name: weight_names.stored_shape(p, shapes[p].shape) for name, p in paths.items()}
-  size = lambda name: int(np.prod(stored[name])) * dtype.itemsize
+  _, shapes, _ = transformer.abstract(transformer.Policy, dataclasses.replace(config, scan_layers=False))
+  pieces = {piece.name: (p, piece) for p, s in shapes.items() for piece in weight_names.pieces(p, s.shape)}
+  stored = {name: piece.shape for name, (_, piece) in pieces.items()}
+  dtypes = {name: shapes[p].dtype for name, (p, _) in pieces.items()}
+  size = lambda name: int(np.prod(stored[name])) * dtypes[name].itemsize
   groups: list[list[str]] = [[]]
   for name in stored:
     if groups[-1] and sum(map(size, groups[-1])) + size(name) > shard_bytes:
       groups.append([])
     groups[-1].append(name)
 
-  def read(name: str) -> np.ndarray:
-    path = paths[name]
+  @functools.lru_cache(maxsize=1)  # Experts are written one by one; their stack is fetched once.
+  def fetch(path: str) -> np.ndarray:
     if path in params:
-      return weight_names.to_stored(path, np.asarray(params[path]))
-    layer, rest = path.removeprefix(LAYERS).split('.', 1)
-    return weight_names.to_stored(path, np.asarray(params[LAYERS + rest][int(layer)]))
+      return np.asarray(params[path])
+    stack, index = transformer.stacked_place(path, config)
+    return np.asarray(params[stack][index])
+
+  def read(name: str) -> np.ndarray:
+    path, piece = pieces[name]
+    return weight_names.to_stored(path, fetch(path), piece)
 
   count = len(groups)
   names = ['model.safetensors'] if count == 1 else [f'model-{i:05d}-of-{count:05d}.safetensors' for i in range(1, count + 1)]
   for file_name, group in zip(names, groups, strict=True):
-    safetensors_io.write(folder / file_name, {name: stored[name] for name in group}, dtype, read)
+    safetensors_io.write(folder / file_name, {name: stored[name] for name in group}, dtypes, read)
   if count > 1:
     index = {'metadata': {'total_size': sum(map(size, stored))}, 'weight_map': {n: f for f, group in zip(names, groups) for n in group}}
     (folder / 'model.safetensors.index.json').write_text(json.dumps(index, indent=2))

@@ -63,12 +63,12 @@ class SafetensorsFile:
     return np.memmap(self.path, dtype, 'r', offset=self._start + begin, shape=self.shapes[name])
 
 
-def write(path: pathlib.Path, shapes: Mapping[str, Sequence[int]], dtype: Any, read: Callable[[str], np.ndarray]) -> None:
-  """Writes the tensors of `shapes`, asking `read(name)` for one at a time and casting it to `dtype`."""
-  dtype = np.dtype(dtype)
+def write(path: pathlib.Path, shapes: Mapping[str, Sequence[int]], dtypes: Mapping[str, Any], read: Callable[[str], np.ndarray]) -> None:
+  """Writes the tensors of `shapes`, asking `read(name)` for one at a time and casting it to `dtypes[name]`."""
   header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}  # Readers of this format ask for the key.
   offset = 0
   for name, shape in shapes.items():
+    dtype = np.dtype(dtypes[name])
     size = math.prod(shape) * dtype.itemsize
     header[name] = {'dtype': CODES[dtype], 'shape': list(shape), 'data_offsets': [offset, offset + size]}
     offset += size
@@ -78,7 +78,7 @@ def write(path: pathlib.Path, shapes: Mapping[str, Sequence[int]], dtype: Any, r
     file.write(len(text).to_bytes(8, 'little'))
     file.write(text)
     for name, shape in shapes.items():
-      x = np.ascontiguousarray(read(name), dtype)
+      x = np.ascontiguousarray(read(name), dtypes[name])
       if x.shape != tuple(shape):
         raise ValueError(f'Tensor {name!r} must have shape {tuple(shape)}, got {x.shape}.')
       file.write(x.reshape(-1).view(np.uint8).data)

@@ -3,20 +3,18 @@
 Linear layers are stored there as [outputs, inputs] with heads flattened; here inputs come first and heads have their own axis. Which rows
 of a query or key projection rotate together also differs: Hugging Face rotates the two halves of a head, as here; GGUF's llama rotates
 neighbours, so its rows come back in another order.
+
+Experts are stacked here, [E, D, F]; a Hugging Face folder holds one tensor for each expert, or (written by transformers without its
+conversion) all of them in one, gate and up projections joined. So a parameter is read in `Piece`s.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Mapping
+from typing import Collection
 
 import numpy as np
-
-from sao_jax.config import ModelConfig
-
-MODEL_TYPES = ('llama', 'qwen2', 'qwen3')
-ARCHITECTURES = {'llama': 'LlamaForCausalLM', 'qwen2': 'Qwen2ForCausalLM', 'qwen3': 'Qwen3ForCausalLM'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,16 +22,39 @@ class Weight:
   """Names of one parameter elsewhere, and its stored layout.
 
   Attributes:
-    hugging_face, gguf: name there, without '.weight'; gguf is '' where its llama has none.
-    inputs: leading axes here that are the inputs of a linear layer, stored transposed; 0 for a table or a vector.
+    hugging_face, gguf: name there, without `suffix`; gguf is '' where its llama has none. '*' stands for the number of an expert.
+    inputs: leading axes here (behind that of the experts) that are the inputs of a linear layer, stored transposed; 0 for a table or a
+      vector.
     flat: a vector here of several axes, stored with one.
+    suffix: end of the Hugging Face name.
+    joined: name of the tensor that holds all experts, where there is one.
+    half: which half of the rows of `joined` this is; None for all.
   """
 
   hugging_face: str
-  gguf: str
+  gguf: str = ''
   inputs: int = 0
   flat: bool = False
-  bias: bool = False
+  suffix: str = '.weight'
+  joined: str = ''
+  half: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+  """One stored tensor, or a part of one, that makes up a parameter or a part of it.
+
+  Attributes:
+    name: of the stored tensor.
+    shape: of the whole stored tensor.
+    expert: index of the parameter's first axis that it fills; None for the whole parameter.
+    half: half of the stored tensor's axis 1 that belongs to the parameter; None for all.
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  expert: int | None = None
+  half: int | None = None
 
 
 BLOCK = {
@@ -42,15 +63,34 @@ BLOCK = {
     'attention.key': Weight('self_attn.k_proj', 'attn_k', inputs=1),
     'attention.value': Weight('self_attn.v_proj', 'attn_v', inputs=1),
     'attention.out': Weight('self_attn.o_proj', 'attn_output', inputs=2),
-    'attention.query_bias': Weight('self_attn.q_proj', '', flat=True, bias=True),
-    'attention.key_bias': Weight('self_attn.k_proj', '', flat=True, bias=True),
-    'attention.value_bias': Weight('self_attn.v_proj', '', flat=True, bias=True),
-    'attention.query_norm.scale': Weight('self_attn.q_norm', ''),
-    'attention.key_norm.scale': Weight('self_attn.k_norm', ''),
+    'attention.query_bias': Weight('self_attn.q_proj', flat=True, suffix='.bias'),
+    'attention.key_bias': Weight('self_attn.k_proj', flat=True, suffix='.bias'),
+    'attention.value_bias': Weight('self_attn.v_proj', flat=True, suffix='.bias'),
+    'attention.query_norm.scale': Weight('self_attn.q_norm'),
+    'attention.key_norm.scale': Weight('self_attn.k_norm'),
     'mlp_norm.scale': Weight('post_attention_layernorm', 'ffn_norm'),
     'mlp.gate': Weight('mlp.gate_proj', 'ffn_gate', inputs=1),
     'mlp.up': Weight('mlp.up_proj', 'ffn_up', inputs=1),
     'mlp.down': Weight('mlp.down_proj', 'ffn_down', inputs=1),
+    'mlp.router.weight': Weight('mlp.gate', inputs=1),
+    'mlp.router.correction': Weight('mlp.gate.e_score_correction_bias', suffix=''),
+    'mlp.experts.gate': Weight('mlp.experts.*.gate_proj', inputs=1, joined='mlp.experts.gate_up_proj', half=0),
+    'mlp.experts.up': Weight('mlp.experts.*.up_proj', inputs=1, joined='mlp.experts.gate_up_proj', half=1),
+    'mlp.experts.down': Weight('mlp.experts.*.down_proj', inputs=1, joined='mlp.experts.down_proj'),
+    'mlp.shared.gate': Weight('mlp.shared_experts.gate_proj', inputs=1),
+    'mlp.shared.up': Weight('mlp.shared_experts.up_proj', inputs=1),
+    'mlp.shared.down': Weight('mlp.shared_experts.down_proj', inputs=1),
+    'attention.query_down': Weight('self_attn.q_a_proj', inputs=1),
+    'attention.query_down_norm.scale': Weight('self_attn.q_a_layernorm'),
+    'attention.query_up': Weight('self_attn.q_b_proj', inputs=1),
+    'attention.latent_down': Weight('self_attn.kv_a_proj_with_mqa', inputs=1),
+    'attention.latent_norm.scale': Weight('self_attn.kv_a_layernorm'),
+    'attention.latent_up': Weight('self_attn.kv_b_proj', inputs=1),
+    'attention.indexer.query': Weight('self_attn.indexer.wq_b', inputs=1),
+    'attention.indexer.key': Weight('self_attn.indexer.wk', inputs=1),
+    'attention.indexer.key_norm.scale': Weight('self_attn.indexer.k_norm'),
+    'attention.indexer.key_norm.bias': Weight('self_attn.indexer.k_norm', suffix='.bias'),
+    'attention.indexer.weight': Weight('self_attn.indexer.weights_proj', inputs=1),
 }
 OUTSIDE = {
     'trunk.embedding': Weight('model.embed_tokens', 'token_embd'),
@@ -68,10 +108,29 @@ def _find(path: str) -> tuple[Weight, str, str]:
   return BLOCK[rest], f'model.layers.{layer}.', f'blk.{layer}.'
 
 
-def hugging_face_name(path: str) -> str:
-  """Name of an unrolled parameter in a Hugging Face folder."""
+def pieces(path: str, shape: tuple[int, ...], *, stored: Collection[str] = ()) -> list[Piece]:
+  """The tensors of a Hugging Face folder that make up an unrolled parameter.
+
+  Args:
+    path: of the parameter.
+    shape: its shape here.
+    stored: names in the folder; experts are sought as one tensor where it is among them, else (and for writing) one by one.
+  """
   weight, prefix, _ = _find(path)
-  return f'{prefix}{weight.hugging_face}.{"bias" if weight.bias else "weight"}'
+  name = prefix + weight.hugging_face + weight.suffix
+  if '*' not in name:
+    return [Piece(name, stored_shape(path, shape))]
+  one = _transposed(shape[1:], weight.inputs)
+  if prefix + weight.joined in stored:
+    rows = one[0] * (1 if weight.half is None else 2)
+    return [Piece(prefix + weight.joined, (shape[0], rows, *one[1:]), half=weight.half)]
+  return [Piece(name.replace('*', str(i)), one, expert=i) for i in range(shape[0])]
+
+
+def hugging_face_name(path: str) -> str:
+  """Name of an unrolled parameter, other than of experts, in a Hugging Face folder."""
+  weight, prefix, _ = _find(path)
+  return prefix + weight.hugging_face + weight.suffix
 
 
 def gguf_name(path: str) -> str:
@@ -80,21 +139,34 @@ def gguf_name(path: str) -> str:
   return f'{prefix}{weight.gguf}.weight'
 
 
+def _transposed(shape: tuple[int, ...], inputs: int) -> tuple[int, ...]:
+  return math.prod(shape[inputs:]), math.prod(shape[:inputs])
+
+
 def stored_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-  """Shape in both formats of a parameter that has `shape` here."""
+  """Shape in both formats of a parameter (not of experts) that has `shape` here."""
   weight = _find(path)[0]
   if weight.inputs:
-    return math.prod(shape[weight.inputs:]), math.prod(shape[:weight.inputs])
+    return _transposed(shape, weight.inputs)
   return (math.prod(shape),) if weight.flat else tuple(shape)
 
 
-def from_stored(path: str, x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-  """A stored tensor in the layout used here."""
-  return (x.T if _find(path)[0].inputs else x).reshape(shape)
+def from_stored(path: str, x: np.ndarray, shape: tuple[int, ...], piece: Piece | None = None) -> np.ndarray:
+  """A stored tensor, or what is meant of it, in the layout used here: of the parameter's `shape`, or of one expert of it."""
+  weight = _find(path)[0]
+  if piece is None or '*' not in weight.hugging_face:
+    return (x.T if weight.inputs else x).reshape(shape)
+  if piece.expert is not None:
+    return x.T
+  if piece.half is not None:
+    x = np.split(x, 2, axis=1)[piece.half]
+  return x.swapaxes(1, 2)
 
 
-def to_stored(path: str, x: np.ndarray) -> np.ndarray:
-  """The inverse of `from_stored`."""
+def to_stored(path: str, x: np.ndarray, piece: Piece | None = None) -> np.ndarray:
+  """The inverse of `from_stored`; `x` is the whole parameter here, `piece` the one that is wanted of it."""
+  if piece is not None and piece.expert is not None:
+    return x[piece.expert].T
   inputs = _find(path)[0].inputs
   return x.reshape(math.prod(x.shape[:inputs]), -1).T if inputs else x.reshape(stored_shape(path, x.shape))
 
@@ -107,88 +179,7 @@ def undo_gguf_rotation(path: str, x: np.ndarray, head_dim: int) -> np.ndarray:
   return x.reshape(heads, head_dim // 2, 2, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
 
 
-# --- Shapes of models ----------------------------------------------------------------------------------------------------------
-
-
-def shape_from_gguf(fields: Mapping[str, Any], label: str, *, tied: bool) -> dict[str, Any]:
-  """Fields of `ModelConfig` from the metadata of a GGUF file. Raises ValueError for what this transformer does not compute."""
-  architecture = fields.get('general.architecture')
-  if architecture != 'llama':
-    raise ValueError(f"{label}: architecture {architecture!r} is not supported, only 'llama' in GGUF files.")
-
-  def get(name: str, default: Any = None) -> Any:
-    value = fields.get(f'llama.{name}', default)
-    if value is None:
-      raise ValueError(f'{label}: the GGUF file has no llama.{name}.')
-    return value
-
-  heads, width = get('attention.head_count'), get('embedding_length')
-  head_dim = get('attention.key_length', width // heads)
-  scaling = fields.get('llama.rope.scaling.type', 'none')
-  refused = {
-      'rope scaling': scaling not in ('none', ''), 'experts': bool(fields.get('llama.expert_count', 0)),
-      'partial rotation': get('rope.dimension_count', head_dim) != head_dim,
-      'values of another size': fields.get('llama.attention.value_length', head_dim) != head_dim}
-  _refuse(refused, label)
-  return {
-      'vocab_size': get('vocab_size', len(fields.get('tokenizer.ggml.tokens', ())) or None), 'embed_dim': width,
-      'num_layers': get('block_count'), 'num_heads': heads, 'num_kv_heads': get('attention.head_count_kv', heads), 'head_dim': head_dim,
-      'mlp_dim': get('feed_forward_length'), 'rope_theta': _shortest(get('rope.freq_base', 10_000.0)),
-      'norm_eps': _shortest(get('attention.layer_norm_rms_epsilon')), 'qk_norm': False, 'qkv_bias': False, 'tie_embeddings': tied,
-      'max_length': get('context_length')}
-
-
-def _shortest(x: float) -> float:
-  """The shortest decimal that is the same float32: 9.99999974e-06 comes back as 1e-05."""
-  return float(str(np.float32(x)))
-
-
-def _refuse(checks: Mapping[str, bool], label: str) -> None:
-  bad = [what for what, present in checks.items() if present]
-  if bad:
-    raise ValueError(f'{label}: not supported: {", ".join(bad)}.')
-
-
-def shape_from_json(values: Mapping[str, Any], label: str) -> dict[str, Any]:
-  """Fields of `ModelConfig` from a Hugging Face `config.json`. Raises ValueError for what this transformer does not compute."""
-  kind = values.get('model_type')
-  if kind not in MODEL_TYPES:
-    raise ValueError(f'{label}: model_type {kind!r} is not supported; known: {", ".join(MODEL_TYPES)}.')
-
-  def get(name: str, default: Any = None) -> Any:
-    value = values.get(name)
-    value = default if value is None else value
-    if value is None:
-      raise ValueError(f'{label}: {name!r} is missing.')
-    return value
-
-  rotary = values.get('rope_parameters') or values.get('rope_scaling') or {}  # The second name is that of transformers before 5.
-  rope_type = rotary.get('rope_type', rotary.get('type', 'default'))
-  heads = get('num_attention_heads')
-  _refuse({
-      f'rope type {rope_type!r}': rope_type != 'default',
-      'a bias on all attention projections': bool(values.get('attention_bias')), 'a bias in the feed-forward': bool(values.get('mlp_bias')),
-      'sliding windows': bool(values.get('use_sliding_window')) or 'sliding_attention' in (values.get('layer_types') or ()),
-      'partial rotation': values.get('partial_rotary_factor', rotary.get('partial_rotary_factor', 1.0)) != 1.0,
-      f'activation {values.get("hidden_act")!r}': values.get('hidden_act', 'silu') != 'silu'}, label)
-  return {
-      'vocab_size': get('vocab_size'), 'embed_dim': get('hidden_size'), 'num_layers': get('num_hidden_layers'), 'num_heads': heads,
-      'num_kv_heads': get('num_key_value_heads', heads),
-      'head_dim': get('head_dim', 128 if kind == 'qwen3' else get('hidden_size') // heads), 'mlp_dim': get('intermediate_size'),
-      'rope_theta': float(rotary.get('rope_theta', values.get('rope_theta', 10_000.0))), 'norm_eps': float(get('rms_norm_eps', 1e-6)),
-      'qk_norm': kind == 'qwen3', 'qkv_bias': kind == 'qwen2', 'tie_embeddings': bool(values.get('tie_word_embeddings', False)),
-      'max_length': get('max_position_embeddings')}
-
-
-def json_from_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
-  """A Hugging Face `config.json` for `config`; `shape_from_json` gives its shape back. Raises ValueError where no public kind fits."""
-  if config.qk_norm and config.qkv_bias:
-    raise ValueError('No public kind of model has both a query/key norm and a query/key/value bias; it cannot be saved as one.')
-  kind = 'qwen3' if config.qk_norm else 'qwen2' if config.qkv_bias else 'llama'
-  return {
-      'architectures': [ARCHITECTURES[kind]], 'model_type': kind, 'vocab_size': config.vocab_size, 'hidden_size': config.embed_dim,
-      'intermediate_size': config.mlp_dim, 'num_hidden_layers': config.num_layers, 'num_attention_heads': config.num_heads,
-      'num_key_value_heads': config.num_kv_heads, 'head_dim': config.head_dim, 'hidden_act': 'silu', 'rms_norm_eps': config.norm_eps,
-      'rope_theta': config.rope_theta, 'rope_parameters': {'rope_type': 'default', 'rope_theta': config.rope_theta},
-      'max_position_embeddings': config.max_length, 'tie_word_embeddings': config.tie_embeddings, 'attention_bias': False,
-      'attention_dropout': 0.0, 'use_sliding_window': False, 'torch_dtype': dtype, 'use_cache': True}
+def layer_of(name: str) -> int | None:
+  """Number of the layer that a tensor of a Hugging Face folder belongs to; None outside the layers."""
+  parts = name.split('.')
+  return int(parts[2]) if name.startswith('model.layers.') and len(parts) > 3 and parts[2].isdigit() else None
