@@ -14,12 +14,13 @@ import shutil
 from typing import Any, Callable, Mapping, Protocol
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jax.numpy as jnp
 import numpy as np
 
 from sao_jax import sharding
 from sao_jax.config import ModelConfig
+from sao_jax.models import block_scales
 from sao_jax.models import files
 from sao_jax.models import safetensors_io
 from sao_jax.models import tokenizers
@@ -75,14 +76,17 @@ class GgufWeights:
 class FolderWeights:
   """The tensors of a Hugging Face folder: `model.safetensors`, or several files and their index."""
 
-  def __init__(self, folder: pathlib.Path):
+  def __init__(self, folder: files.Path):
     self.path = folder
-    self.shape = weight_names.shape_from_json(files.read_json(folder / 'config.json'), str(folder / 'config.json'))
+    settings = files.read_json(folder / 'config.json')
+    self.shape = weight_names.shape_from_json(settings, str(folder / 'config.json'))
     index = folder / 'model.safetensors.index.json'
     names = sorted(set(files.read_json(index).get('weight_map', {}).values())) if index.is_file() else ['model.safetensors']
     self._files = [safetensors_io.SafetensorsFile(folder / name) for name in names]
     self._where = {name: file for file in self._files for name in file.shapes}
-    self.stored = {name: file.shapes[name] for name, file in self._where.items() if not name.endswith('rotary_emb.inv_freq')}
+    self._block = block_scales.block_size(settings)
+    weights, self._scales = block_scales.split({n: file.dtypes[n] for n, file in self._where.items()}, settings, str(folder))
+    self.stored = {name: self._where[name].shapes[name] for name in weights if not name.endswith('rotary_emb.inv_freq')}
     if self.shape['tie_embeddings']:
       self._drop_tied_head()
 
@@ -90,7 +94,7 @@ class FolderWeights:
     """A copy of the embedding that some writers add is left out; another head contradicts the settings."""
     head, embedding = weight_names.hugging_face_name('unembedding'), weight_names.hugging_face_name('trunk.embedding')
     if head in self.stored and embedding in self.stored:
-      if not np.array_equal(self._where[head].read(head), self._where[embedding].read(embedding)):
+      if not np.array_equal(self._tensor(head), self._tensor(embedding)):
         raise ValueError(f'{self.path}: config.json says tied embeddings, but {head} differs from {embedding}; one of them is wrong.')
       del self.stored[head]
 
@@ -99,7 +103,12 @@ class FolderWeights:
 
   def read(self, path: str, head_dim: int) -> np.ndarray:
     del head_dim  # The order of rows is the one used here.
-    return self._where[self.name(path)].read(self.name(path))
+    return self._tensor(self.name(path))
+
+  def _tensor(self, name: str) -> np.ndarray:
+    """A stored tensor; 8-bit floats come with their scales applied."""
+    x, scale = self._where[name].read(name), self._scales.get(name)
+    return x if scale is None else block_scales.dequantize(x, self._where[scale].read(scale), self._block, name)
 
 
 def _open(name: str) -> Weights:
@@ -158,18 +167,28 @@ def load_params(config: ModelConfig, mesh: Mesh | None = None) -> Params:
       raise ValueError(f'{config.pretrained}: tensor {weights.name(path)} holds numbers that are not finite; fetch the file again.')
     return x
 
-  # The copy made by device_put is the only one that stays: memory of the host array could otherwise be donated and overwritten.
-  return {p: jax.device_put(_read_leaf(p, s.shape, dtype, read), placement[p], may_alias=False) for p, s in shapes.items()}
+  def load(path: str) -> jax.Array:
+    rest = path.removeprefix(LAYERS)
+    if rest == path or rest.split('.', 1)[0].isdigit():
+      return _put(read(path), placement[path])
+    return _put_stack(lambda i: read(f'{LAYERS}{i}.{rest}'), shapes[path], placement[path])
+
+  return {path: load(path) for path in shapes}
 
 
-def _read_leaf(path: str, shape: tuple[int, ...], dtype: Any, read: Callable[[str], np.ndarray]) -> np.ndarray:
-  """One parameter: a tensor of the file, or with stacked layers those of all layers."""
-  rest = path.removeprefix(LAYERS)
-  if rest == path or rest.split('.', 1)[0].isdigit():
-    return read(path)
-  stack = np.empty(shape, dtype)
-  for i in range(shape[0]):
-    stack[i] = read(f'{LAYERS}{i}.{rest}')
+def _put(x: np.ndarray, placement: NamedSharding | None) -> jax.Array:
+  """`x` on its devices, as the only copy that stays: memory of the host array could otherwise be donated and overwritten. Waiting for it
+  frees the host's array before the next one is read."""
+  return jax.block_until_ready(jax.device_put(x, placement, may_alias=False))
+
+
+def _put_stack(read: Callable[[int], np.ndarray], leaf: jax.ShapeDtypeStruct, placement: NamedSharding | None) -> jax.Array:
+  """Layers `read(i)` stacked on their devices one by one, so that the host holds one at a time."""
+  one = None if placement is None else NamedSharding(placement.mesh, PartitionSpec(*placement.spec[1:]))
+  stack = jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=placement)()
+  write = jax.jit(lambda stack, x, i: stack.at[i].set(x), out_shardings=placement, donate_argnums=(0,))
+  for i in range(leaf.shape[0]):
+    stack = jax.block_until_ready(write(stack, _put(read(i), one), np.int32(i)))
   return stack
 
 
@@ -179,7 +198,7 @@ def load_pretrained(
   """A pretrained policy and its tokenizer.
 
   Args:
-    path: a known name ('smollm2-135m-instruct'), a .gguf file, or a Hugging Face folder.
+    path: a known name ('smollm2-135m-instruct'), a .gguf file, or a Hugging Face folder, also in a bucket ('gs://...').
     mesh: where the parameters go; None for the default device.
     dtype: float32 or bfloat16, of the parameters and of the computation.
 
@@ -207,7 +226,7 @@ def save_pretrained(
     folder: str | os.PathLike[str], model: transformer.Policy, tokenizer: tokenizers.Tokenizer | None = None, *,
     shard_bytes: int = SHARD_BYTES
 ) -> None:
-  """Writes a policy as a Hugging Face folder, whole or not at all.
+  """Writes a policy as a Hugging Face folder, whole or not at all; in a bucket, config.json comes last and tells that it is whole.
 
   With tied embeddings there is one tensor, and no head is written. Weights keep their dtype.
 
@@ -228,26 +247,30 @@ def save_params(
     shard_bytes: int = SHARD_BYTES
 ) -> None:
   """`save_pretrained` for a flat dictionary of parameters, unrolled or stacked."""
-  folder = pathlib.Path(folder)
+  folder = files.path_of(folder)
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise ValueError(f'{folder} already holds something; a model is saved into a new folder.')
   dtype = jnp.dtype(config.param_dtype)
   settings = weight_names.json_from_config(config, dtype.name)
   if tokenizer is not None:
     settings |= {'eos_token_id': tokenizer.stop_ids[0], 'pad_token_id': tokenizer.pad_id}
-  partial = folder.with_name(folder.name + '.partial')
-  shutil.rmtree(partial, ignore_errors=True)
-  partial.mkdir(parents=True)
-  (partial / 'config.json').write_text(json.dumps(settings, indent=2))
+  remote = files.is_remote(folder)
+  partial = folder if remote else folder.with_name(folder.name + '.partial')
+  if not remote:
+    shutil.rmtree(partial, ignore_errors=True)
+  partial.mkdir(parents=True, exist_ok=remote)
   if tokenizer is not None:
     tokenizer.save(partial)
   _write_weights(partial, dataclasses.replace(config, scan_layers=False), params, dtype, shard_bytes)
+  (partial / 'config.json').write_text(json.dumps(settings, indent=2))
+  if remote:
+    return
   if folder.exists():
     folder.rmdir()
   partial.rename(folder)
 
 
-def _write_weights(folder: pathlib.Path, unrolled: ModelConfig, params: Params, dtype: Any, shard_bytes: int) -> None:
+def _write_weights(folder: files.Path, unrolled: ModelConfig, params: Params, dtype: Any, shard_bytes: int) -> None:
   """Weight files of at most `shard_bytes`, and their index where there are several."""
   _, shapes, _ = transformer.abstract(transformer.Policy, unrolled)
   paths = {weight_names.hugging_face_name(p): p for p in shapes}
