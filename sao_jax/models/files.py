@@ -6,9 +6,11 @@ import functools
 import importlib
 import importlib.util
 import json
+import os
 import pathlib
 from typing import Any
 
+Path = Any  # pathlib.Path, or etils.epath.Path for a bucket: both have open, read_text, write_text, is_file, iterdir and '/'.
 SMOLLM2 = 'smollm2-135m-instruct'
 SMOLLM2_FILE = 'SmolLM2-135M-Instruct.Q4_1.gguf'
 NAMES = (SMOLLM2,)
@@ -24,8 +26,21 @@ def need(name: str) -> Any:
     raise ModuleNotFoundError(f'{name} is needed here: pip install -r requirements/pretrained.txt', name=name) from error
 
 
-def locate(name: str) -> pathlib.Path:
-  """Path of a pretrained model: a known name, a .gguf file, or a folder with config.json.
+def path_of(name: str | os.PathLike[str]) -> Path:
+  """Path of a file or folder; 'gs://bucket/folder' and other addresses with a scheme are opened by etils, by the libraries it names."""
+  text = os.fspath(name)
+  if '://' not in text:
+    return pathlib.Path(text).expanduser()
+  return importlib.import_module('etils.epath').Path(text)  # Orbax needs it, too, so it is there.
+
+
+def is_remote(path: Path) -> bool:
+  """Whether a path lies in a bucket, where there is no rename of folders and no memory map."""
+  return not isinstance(path, pathlib.Path)
+
+
+def locate(name: str) -> Path:
+  """Path of a pretrained model: a known name, a .gguf file, or a folder with config.json, also in a bucket ('gs://...').
 
   Raises:
     ValueError: neither a known name nor a path that exists.
@@ -33,7 +48,9 @@ def locate(name: str) -> pathlib.Path:
   """
   if name.lower() == SMOLLM2:
     return _smollm2()
-  path = pathlib.Path(name).expanduser()
+  path = path_of(name)
+  if is_remote(path) and path.name.endswith('.gguf'):
+    raise ValueError(f'{name}: a GGUF file is mapped into memory, which a bucket cannot do; copy it to a local disk first.')
   if path.is_file() or (path / 'config.json').is_file():
     return path
   what = 'has no config.json' if path.is_dir() else 'does not exist'
@@ -79,7 +96,7 @@ def gguf_field(reader: Any, name: str, label: str) -> Any:
   return field.contents()
 
 
-def read_json(path: pathlib.Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
   """The JSON object in `path`. Raises ValueError where the file is missing or holds none."""
   try:
     value = json.loads(path.read_text(encoding='utf-8'))

@@ -16,12 +16,13 @@ import shutil
 from typing import Any, Callable, Mapping, Protocol
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jax.numpy as jnp
 import numpy as np
 
 from sao_jax import sharding
 from sao_jax.config import ModelConfig
+from sao_jax.models import block_scales
 from sao_jax.models import families
 from sao_jax.models import files
 from sao_jax.models import safetensors_io
@@ -79,7 +80,7 @@ class GgufWeights:
 class FolderWeights:
   """The tensors of a Hugging Face folder: `model.safetensors`, or several files and their index."""
 
-  def __init__(self, folder: pathlib.Path):
+  def __init__(self, folder: files.Path):
     self.path = folder
     settings = files.read_json(folder / 'config.json')
     self.shape = families.shape_from_json(settings, str(folder / 'config.json'))
@@ -87,7 +88,9 @@ class FolderWeights:
     names = sorted(set(files.read_json(index).get('weight_map', {}).values())) if index.is_file() else ['model.safetensors']
     self._files = [safetensors_io.SafetensorsFile(folder / name) for name in names]
     self._where = {name: file for file in self._files for name in file.shapes}
-    self.stored = {name: file.shapes[name] for name, file in self._where.items() if not name.endswith('rotary_emb.inv_freq')}
+    self._block = block_scales.block_size(settings)
+    weights, self._scales = block_scales.split({n: file.dtypes[n] for n, file in self._where.items()}, settings, str(folder))
+    self.stored = {name: self._where[name].shapes[name] for name in weights if not name.endswith('rotary_emb.inv_freq')}
     self._drop_extra_layers(families.extra_layers(settings))
     if self.shape['tie_embeddings']:
       self._drop_tied_head()
@@ -106,7 +109,7 @@ class FolderWeights:
     """A copy of the embedding that some writers add is left out; another head contradicts the settings."""
     head, embedding = weight_names.hugging_face_name('unembedding'), weight_names.hugging_face_name('trunk.embedding')
     if head in self.stored and embedding in self.stored:
-      if not np.array_equal(self._where[head].read(head), self._where[embedding].read(embedding)):
+      if not np.array_equal(self._tensor(head), self._tensor(embedding)):
         raise ValueError(f'{self.path}: config.json says tied embeddings, but {head} differs from {embedding}; one of them is wrong.')
       del self.stored[head]
 
@@ -115,7 +118,12 @@ class FolderWeights:
 
   def read(self, path: str, piece: Piece, head_dim: int) -> np.ndarray:
     del path, head_dim  # The order of rows is the one used here.
-    return self._where[piece.name].read(piece.name)
+    return self._tensor(piece.name)
+
+  def _tensor(self, name: str) -> np.ndarray:
+    """A stored tensor; 8-bit floats come with their scales applied."""
+    x, scale = self._where[name].read(name), self._scales.get(name)
+    return x if scale is None else block_scales.dequantize(x, self._where[scale].read(scale), self._block, name)
 
 
 def _open(name: str) -> Weights:
@@ -177,22 +185,29 @@ def load_params(config: ModelConfig, mesh: Mesh | None = None) -> Params:
         experts[piece.expert] = part
     return part.reshape(shape) if experts is None else experts
 
-  def leaf(path: str) -> np.ndarray:
-    return _read_leaf(path, config, shapes[path], read)
+  def load(path: str) -> jax.Array:
+    prefix = next((p for p in (transformer.FIRST_LAYERS, LAYERS) if path.startswith(p)), None)
+    if prefix is None or not config.scan_layers:
+      return _put(read(path), placement[path])
+    start = transformer.stacked_layers(config)[0] if prefix == LAYERS else 0
+    return _put_stack(lambda i: read(f'{LAYERS}{start + i}.{path[len(prefix):]}'), shapes[path], placement[path])
 
-  # The copy made by device_put is the only one that stays: memory of the host array could otherwise be donated and overwritten.
-  return {p: jax.device_put(leaf(p), placement[p], may_alias=False) for p in shapes}
+  return {path: load(path) for path in shapes}
 
 
-def _read_leaf(path: str, config: ModelConfig, leaf: Any, read: Callable[[str], np.ndarray]) -> np.ndarray:
-  """One parameter: a tensor of the file, or with stacked layers those of all layers of the stack."""
-  prefix = next((p for p in (transformer.FIRST_LAYERS, LAYERS) if path.startswith(p)), None)
-  if prefix is None or not config.scan_layers:
-    return read(path)
-  start = transformer.stacked_layers(config)[0] if prefix == LAYERS else 0
-  stack = np.empty(leaf.shape, leaf.dtype)
+def _put(x: np.ndarray, placement: NamedSharding | None) -> jax.Array:
+  """`x` on its devices, as the only copy that stays: memory of the host array could otherwise be donated and overwritten. Waiting for it
+  frees the host's array before the next one is read."""
+  return jax.block_until_ready(jax.device_put(x, placement, may_alias=False))
+
+
+def _put_stack(read: Callable[[int], np.ndarray], leaf: jax.ShapeDtypeStruct, placement: NamedSharding | None) -> jax.Array:
+  """Layers `read(i)` stacked on their devices one by one, so that the host holds one at a time."""
+  one = None if placement is None else NamedSharding(placement.mesh, PartitionSpec(*placement.spec[1:]))
+  stack = jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=placement)()
+  write = jax.jit(lambda stack, x, i: stack.at[i].set(x), out_shardings=placement, donate_argnums=(0,))
   for i in range(leaf.shape[0]):
-    stack[i] = read(f'{LAYERS}{start + i}.{path[len(prefix):]}')
+    stack = jax.block_until_ready(write(stack, _put(read(i), one), np.int32(i)))
   return stack
 
 
@@ -202,7 +217,7 @@ def load_pretrained(
   """A pretrained policy and its tokenizer.
 
   Args:
-    path: a known name ('smollm2-135m-instruct'), a .gguf file, or a Hugging Face folder.
+    path: a known name ('smollm2-135m-instruct'), a .gguf file, or a Hugging Face folder, also in a bucket ('gs://...').
     mesh: where the parameters go; None for the default device.
     dtype: float32 or bfloat16, of the parameters and of the computation.
 
@@ -230,7 +245,7 @@ def save_pretrained(
     folder: str | os.PathLike[str], model: transformer.Policy, tokenizer: tokenizers.Tokenizer | None = None, *,
     shard_bytes: int = SHARD_BYTES
 ) -> None:
-  """Writes a policy as a Hugging Face folder, whole or not at all.
+  """Writes a policy as a Hugging Face folder, whole or not at all; in a bucket, config.json comes last and tells that it is whole.
 
   With tied embeddings there is one tensor, and no head is written. Weights keep their dtype.
 
@@ -251,7 +266,7 @@ def save_params(
     shard_bytes: int = SHARD_BYTES
 ) -> None:
   """`save_pretrained` for a flat dictionary of parameters, unrolled or stacked."""
-  folder = pathlib.Path(folder)
+  folder = files.path_of(folder)
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise ValueError(f'{folder} already holds something; a model is saved into a new folder.')
   dtype = jnp.dtype(config.param_dtype)
@@ -259,19 +274,23 @@ def save_params(
   if tokenizer is not None:
     stops = tokenizer.stop_ids
     settings |= {'eos_token_id': stops[0] if len(stops) == 1 else list(stops), 'pad_token_id': tokenizer.pad_id}
-  partial = folder.with_name(folder.name + '.partial')
-  shutil.rmtree(partial, ignore_errors=True)
-  partial.mkdir(parents=True)
-  (partial / 'config.json').write_text(json.dumps(settings, indent=2))
+  remote = files.is_remote(folder)
+  partial = folder if remote else folder.with_name(folder.name + '.partial')
+  if not remote:
+    shutil.rmtree(partial, ignore_errors=True)
+  partial.mkdir(parents=True, exist_ok=remote)
   if tokenizer is not None:
     tokenizer.save(partial)
   _write_weights(partial, config, params, shard_bytes)
+  (partial / 'config.json').write_text(json.dumps(settings, indent=2))
+  if remote:
+    return
   if folder.exists():
     folder.rmdir()
   partial.rename(folder)
 
 
-def _write_weights(folder: pathlib.Path, config: ModelConfig, params: Params, shard_bytes: int) -> None:
+def _write_weights(folder: files.Path, config: ModelConfig, params: Params, shard_bytes: int) -> None:
   """Weight files of at most `shard_bytes`, and their index where there are several."""
   _, shapes, _ = transformer.abstract(transformer.Policy, dataclasses.replace(config, scan_layers=False))
   pieces = {piece.name: (p, piece) for p, s in shapes.items() for piece in weight_names.pieces(p, s.shape)}

@@ -391,7 +391,7 @@ def from_folder(folder: pathlib.Path, vocab_size: int | None = None) -> Pretrain
   if not path.is_file():
     raise ValueError(f'{path} is missing; the folder of a pretrained model needs it.{_other_format(folder)}')
   try:
-    backend = library.Tokenizer.from_file(str(path))
+    backend = library.Tokenizer.from_str(path.read_text())
   except Exception as error:  # The library raises a bare Exception on bad JSON.
     raise ValueError(f'{path} cannot be read as a tokenizer: {error}') from error
   _add_tokens(library, backend, settings, folder)
