@@ -40,6 +40,8 @@ class Learner:
     self.config, self.mesh = config, mesh
     self._groups = math.prod(mesh.shape[a] for a in sharding.BATCH_AXES)
     self._check_rows()
+    if config.learner.balance_coefficient and not config.model.experts.count:  # Known only here where the model is pretrained.
+      raise ValueError(f'learner.balance_coefficient must be 0 for a model without experts, got {config.learner.balance_coefficient}.')
     self._shapes, self._shardings = {}, {}
     for name, kind in (('policy', transformer.Policy), ('value', transformer.ValueModel)):
       _, shapes, axes = transformer.abstract(kind, config.model)

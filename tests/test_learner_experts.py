@@ -110,6 +110,11 @@ def test_a_coefficient_of_zero_adds_nothing_to_the_program():
   assert out[0][1] is None and out[1].chosen.shape == (1, 4)
 
 
+def test_a_balance_loss_without_experts_is_refused():
+  with pytest.raises(ValueError, match='balance_coefficient must be 0 for a model without experts, got 0.5'):
+    make_learner(model={}, balance_coefficient=0.5)
+
+
 @pytest.mark.parametrize('stage', ['rl', pytest.param('sft', marks=pytest.mark.slow)])
 def test_a_frozen_router_has_no_step_and_no_optimizer_state(stage):
   before, after, _, optimizer = step(make_learner(freeze_router=True, value_steps=0, balance_coefficient=0.5), stage=stage)

@@ -46,6 +46,9 @@ MODELS = {
         LATENT, rope_parameters=dict(YARN, mscale=1.0, mscale_all_dim=0.7, beta_fast=16.0), max_position_embeddings=32768)),
 }
 LONG = {'llama3': 32768, 'qwen3_yarn': 32768}  # Others: 8192.
+# An index chooses 32 of up to 8192 keys for each query in three layers; where two keys' scores are equal to round-off, the choice is a matter
+# of the order of summation, and logits jump by 1e-3. This seed has no such tie in what the recorded logits depend on.
+SEEDS = {'glm_moe_dsa': 16}
 
 
 def randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
@@ -88,7 +91,7 @@ def make(name: str, seed: int) -> None:
 def main() -> None:
   for seed, name in enumerate(MODELS):
     if name in sys.argv[1:] or len(sys.argv) == 1:
-      make(name, seed)
+      make(name, SEEDS.get(name, seed))
 
 
 if __name__ == '__main__':
