@@ -27,6 +27,9 @@ GOLDENS = pathlib.Path(__file__).parent / 'goldens'
 FAMILIES = ('llama3', 'qwen2', 'qwen3', 'qwen3_yarn', 'qwen3_moe', 'glm4_moe', 'glm_moe_dsa', 'glm_moe_dsa_yarn')
 SCANNED = ('llama3', 'qwen3', 'glm4_moe')  # The others' layers are of too many kinds.
 TOLERANCE = 2e-5  # Of the largest logit.
+# Deep in a row an index chooses among thousands of keys, and keys of equal score to round-off are chosen by the order of summation. At
+# position 1000 of this golden transformers' float32 logits differ by 6.5e-4 from its own in float64, ours by 1.5e-5 from those.
+NEAR_TIES = {'glm_moe_dsa': 3e-3}
 
 
 def folder_of(name):
@@ -43,12 +46,12 @@ def outputs(name):
   return np.load(folder_of(name) / 'outputs.npz')
 
 
-def assert_close(got, want):
+def assert_close(got, want, tolerance=TOLERANCE):
   """The error is printed for the table in docs/models.md: pytest -rP shows it."""
   assert got.shape == want.shape and want.size > 0
   error = np.max(np.abs(got - want)) / np.max(np.abs(want))
   print(f'error {error:.1e} of the largest logit')
-  assert error <= TOLERANCE
+  assert error <= tolerance
 
 
 @functools.lru_cache(maxsize=None)
@@ -86,7 +89,8 @@ def test_logits_deep_in_long_rows(name):
   got = forward(config)(params, golden['long'][None].astype(np.int32), golden['positions'])[0]
   if golden['positions'][-1] > 8191:
     assert_close(got[-1:], golden['long_logits'][-1:])
-  assert_close(got, golden['long_logits'])
+  assert_close(got[:2], golden['long_logits'][:2])
+  assert_close(got, golden['long_logits'], NEAR_TIES.get(name, TOLERANCE))
 
 
 def decode_logits(config, params, tokens, prompt, space):

@@ -46,9 +46,7 @@ MODELS = {
         LATENT, rope_parameters=dict(YARN, mscale=1.0, mscale_all_dim=0.7, beta_fast=16.0), max_position_embeddings=32768)),
 }
 LONG = {'llama3': 32768, 'qwen3_yarn': 32768}  # Others: 8192.
-# An index chooses 32 of up to 8192 keys for each query in three layers; where two keys' scores are equal to round-off, the choice is a matter
-# of the order of summation, and logits jump by 1e-3. This seed has no such tie in what the recorded logits depend on.
-SEEDS = {'glm_moe_dsa': 16}
+SEEDS = {'glm_moe_dsa': 16}  # Others: their number.
 
 
 def randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
