@@ -27,9 +27,6 @@ GOLDENS = pathlib.Path(__file__).parent / 'goldens'
 FAMILIES = ('llama3', 'qwen2', 'qwen3', 'qwen3_yarn', 'qwen3_moe', 'glm4_moe', 'glm_moe_dsa', 'glm_moe_dsa_yarn')
 SCANNED = ('llama3', 'qwen3', 'glm4_moe')  # The others' layers are of too many kinds.
 TOLERANCE = 2e-5  # Of the largest logit.
-# Deep in a row an index chooses among thousands of keys, and keys of equal score to round-off are chosen by the order of summation. At
-# position 1000 of this golden transformers' float32 logits differ by 6.5e-4 from its own in float64, ours by 1.5e-5 from those.
-NEAR_TIES = {'glm_moe_dsa': 3e-3}
 
 
 def folder_of(name):
@@ -81,7 +78,7 @@ def test_logits_of_short_rows(name):
 
 
 @pytest.mark.parametrize('name', [pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES])
-def test_logits_deep_in_long_rows(name):
+def test_logits_deep_in_long_rows(name, request):
   """Positions 0, 1, 1000 and 8191, and 32767 where angles are scaled, of one prefill of the whole row."""
   config, params = load(name, attention='blockwise', attention_block=512)
   golden = outputs(name)
@@ -90,7 +87,9 @@ def test_logits_deep_in_long_rows(name):
   if golden['positions'][-1] > 8191:
     assert_close(got[-1:], golden['long_logits'][-1:])
   assert_close(got[:2], golden['long_logits'][:2])
-  assert_close(got, golden['long_logits'], NEAR_TIES.get(name, TOLERANCE))
+  if name == 'glm_moe_dsa':
+    request.applymarker(pytest.mark.xfail(strict=True, reason='not within the bound at 1000 and 8191 yet: docs/models.md'))
+  assert_close(got, golden['long_logits'])
 
 
 def decode_logits(config, params, tokens, prompt, space):
