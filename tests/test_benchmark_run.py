@@ -274,7 +274,7 @@ def test_a_run_that_goes_on_is_evaluated_and_not_touched(tmp_path, monkeypatch):
     monkeypatch.undo()
   assert opened == [] and tree(workdir) == before
   newest = max(int(p.name) for p in (workdir / 'checkpoints').iterdir() if p.name.isdecimal())
-  assert plain['checkpoint'] == found['policy']['checkpoint'] == newest and plain['n'] == 4
+  assert plain['checkpoint'] == found['policy']['checkpoint'] == newest and plain['prompts'] == plain['greedy']['n'] == 4
   with pytest.raises(ValueError, match='no checkpoint 77'):
     evaluate(tmp_path / 'out2', workdir=workdir, config=config, step=77)
 
