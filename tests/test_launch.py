@@ -215,7 +215,8 @@ def python(code: str, redirection: str = '') -> subprocess.CompletedProcess:
   command = f'exec "$0" -c "$1" {redirection}'
   code = f'import sys; sys.path[:0] = [{str(ROOT / "launch")!r}, {str(ROOT)!r}]; import command_line; {code}'
   return subprocess.run(
-      ['bash', '-c', command, sys.executable, code], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL, check=False)
+      ['bash', '-c', command, sys.executable, code], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL, check=False,
+      env={k: v for k, v in os.environ.items() if k != 'PYTHONUNBUFFERED'})
 
 
 @pytest.mark.parametrize('redirection', [
@@ -464,7 +465,8 @@ def test_evaluate_a_checkpoint(finished):
   done = launch('evaluate.py', f'--workdir={workdir}', '--num_prompts=10', '--top_p=0.9')
   assert done.returncode == 0, done.stderr
   found = json.loads(done.stdout)
-  assert found['prompts'] == found['greedy']['n'] == found['temperature_1']['n'] == 10 and found['policy_step'] == 3 and found['stage'] == 'done'
+  assert found['prompts'] == found['greedy']['n'] == found['temperature_1']['n'] == 10
+  assert found['policy_step'] == 3 and found['stage'] == 'done'
   for name in ('temperature_1', 'greedy'):
     assert found[name]['low'] <= found[name]['success'] <= found[name]['high']
     assert found[name]['reward_low'] <= found[name]['reward'] <= found[name]['reward_high']
