@@ -41,6 +41,7 @@ def run(main: Callable[[], None], usage: str, *, interrupted: str = RESUME) -> N
     interrupted: what to do after Ctrl-C, told then.
   """
   open_standard_streams()
+  sys.excepthook = _show_unless_late
   if any(argument in ('--help', '-h', '-help', '--helpfull', '--helpshort') for argument in sys.argv[1:]):
     print(usage)
     print(flags.FLAGS.main_module_help())
@@ -59,6 +60,12 @@ def run(main: Callable[[], None], usage: str, *, interrupted: str = RESUME) -> N
     leave(2)
   with reported_errors(None, interrupted):
     main()
+
+
+def _show_unless_late(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+  """Shows an error that nobody caught; not that of a file written for a checkpoint that has failed, and been told, meanwhile."""
+  if not (kind is RuntimeError and str(error) == 'Event loop is closed'):
+    sys.__excepthook__(kind, error, trace)
 
 
 def open_standard_streams() -> None:
@@ -202,7 +209,7 @@ def _message(error: BaseException) -> str:
       text = f'{type(error).__name__}: {text}'
     if not any(text in earlier for earlier in told):
       told.append(text)
-    error = error.__cause__
+    error = None if isinstance(error, OSError) else error.__cause__  # Those raised here say all there is; error.txt has the rest.
   return '\n  caused by: '.join(told)
 
 

@@ -249,6 +249,21 @@ def test_closed_streams_get_no_other_file(tmp_path):
   assert python(code, '<&- >&- 2>&-').returncode == 0 and path.read_text() == ''
 
 
+def test_what_the_system_said_is_told_once():
+  code = """
+sys.argv = ['x']
+command_line.flags.FLAGS(sys.argv)
+sys.excepthook = command_line._show_unless_late
+sys.excepthook(RuntimeError, RuntimeError('Event loop is closed'), None)
+with command_line.reported_errors(None):
+  try:
+    raise ValueError('raw')
+  except ValueError as error:
+    raise OSError('A checkpoint could not be written: No space left on device.') from error
+"""
+  assert python(code).stderr == 'Error: OSError: A checkpoint could not be written: No space left on device.\n'
+
+
 def test_half_a_traceback_is_removed(tmp_path):
   code = f"""
 import pathlib
