@@ -60,6 +60,10 @@ def run(main: Callable[[], None], usage: str, *, interrupted: str = RESUME) -> N
     leave(2)
   with reported_errors(None, interrupted):
     main()
+  try:
+    sys.stderr.flush()
+  except (OSError, ValueError):
+    leave(0)  # All is done; Python itself would end with status 120, since nobody could read the messages.
 
 
 def _show_unless_late(kind: type[BaseException], error: BaseException, trace: Any) -> None:

@@ -122,6 +122,11 @@ MAX_STEPS = 10**12
 LIMITS: dict[str, float] = {
     'model.vocab_size': 2**22, 'model.embed_dim': 2**18, 'model.num_layers': 2**12, 'model.num_heads': 2**14, 'model.num_kv_heads': 2**14,
     'model.head_dim': 2**14, 'model.mlp_dim': 2**22, 'model.attention_block': MAX_LENGTH, 'model.max_length': 2**30,
+    'model.rope.original_length': 2**30, 'model.experts.count': 2**16, 'model.experts.top_k': 2**16, 'model.experts.mlp_dim': 2**22,
+    'model.experts.shared': 2**10, 'model.experts.groups': 2**16, 'model.experts.top_groups': 2**16,
+    **{f'model.latent.{name}': 2**18 for name in (
+        'rank', 'query_rank', 'plain_dim', 'rotary_dim', 'value_dim', 'index_heads', 'index_dim')},
+    'model.latent.index_top_k': MAX_LENGTH,
     **{f'task.{name}': MAX_LENGTH for name in ('max_turns', 'max_turn_tokens', 'max_tokens')},
     'task.time_limit_s': 1e9, 'task.step_timeout_s': 1e9, 'task.retries': 1000, 'task.workers': 2**14,
     'data.epochs': MAX_STEPS, 'data.skip_solved': MAX_COUNT,
@@ -170,7 +175,7 @@ def check_ranges(config: Config) -> None:
       raise ValueError(f'{path} must be {interval}, got {value}.')
   for path, limit in LIMITS.items():
     if lookup(config, path) > limit:
-      raise ValueError(f'{path} must be at most {limit:,} (no machine does more), got {lookup(config, path):,}; lower it.')
+      raise ValueError(f'{path} must be at most {limit:,}, more than any machine can use: got {lookup(config, path):,}; lower it.')
   gae_lambda = config.algorithm.gae_lambda
   if gae_lambda != -1.0 and gae_lambda not in SHARE:
     raise ValueError(f'algorithm.gae_lambda must be {SHARE}, or -1 for the length-adaptive lambda, got {gae_lambda}.')
@@ -296,7 +301,7 @@ def check_lengths(config: Config) -> None:
       raise ValueError(f'{path} must be positive and strictly increasing, got {values}; use {better}.')
     limit = MAX_ROWS if path == 'sampler.prefill_rows' else MAX_LENGTH
     if values and values[-1] > limit:
-      raise ValueError(f'{path} must be at most {limit:,} (no machine does more), got {values}; lower the last one.')
+      raise ValueError(f'{path} must be at most {limit:,}, more than any machine can use: got {values}; lower the last one.')
   task, longest = config.task, _longest(config)
   if task.max_turn_tokens > task.max_tokens:
     raise ValueError(

@@ -19,7 +19,7 @@ import numpy as np
 from sao_jax import decoding, log_probs, sharding
 from sao_jax.config import Config
 from sao_jax.learner import Learner
-from sao_jax.models import transformer
+from sao_jax.models import kv_cache, transformer
 
 MODEL = 'model.vocab_size, model.embed_dim, model.num_layers, model.mlp_dim'
 BATCH_BYTES = 22  # Of one position of a batch: ids, masks, log-probabilities, rewards, versions, turns.
@@ -78,10 +78,11 @@ def _batch_items(config: Config, stage: str, mesh: Mesh) -> list[Item]:
 def _sampler_items(config: Config, mesh: Mesh, max_length: int) -> list[Item]:
   model, sampler = config.model, config.sampler
   shapes, devices = decoding.make_shapes(model, sampler, mesh, max_length), mesh.devices.size
-  _, params, axes = transformer.abstract(transformer.Policy, model)
+  _, params, axes = transformer.abstract(transformer.Policy, dataclasses.replace(model, param_dtype=sampler.dtype))
   placed = sharding.param_shardings(axes, params, mesh)
-  copy = sum(math.prod(placed[p].shard_shape(x.shape)) * _itemsize(sampler.dtype) for p, x in params.items())
-  token = 2.0 * model.num_layers * model.num_kv_heads * model.head_dim * _itemsize(sampler.dtype) / devices  # Keys and values.
+  copy = sum(math.prod(placed[p].shard_shape(x.shape)) * np.dtype(x.dtype).itemsize for p, x in params.items())
+  one = jax.eval_shape(lambda: kv_cache.zeros(model, 1, 1, jax.numpy.dtype(sampler.dtype)))
+  token = sum(math.prod(x.shape) for x in jax.tree.leaves(one)) * _itemsize(sampler.dtype) / devices
   pages = 'sampler.pages' if sampler.pages else 'sampler.sessions, task.max_tokens'
   return [
       Item("the sampler's copy of the policy", copy, f'{MODEL}, sampler.dtype', mesh),

@@ -228,6 +228,13 @@ def test_the_exit_status_is_the_same_wherever_output_goes(redirection):
     assert ('told' in done.stderr) == ('2>' not in redirection)
 
 
+@pytest.mark.parametrize('redirection', ['', '2>&-', '2>/dev/full', '>&- 2>/dev/full'])
+def test_a_main_that_ends_well_has_status_0(redirection):
+  code = 'sys.argv = ["x"]; command_line.run(lambda: (command_line.say("told"), command_line.answer("x", "")), "usage")'
+  done = python(code, redirection)
+  assert done.returncode == 0 and done.stdout == ('' if '>&- 2' in redirection else 'x\n')
+
+
 def test_an_error_is_told_once_without_standard_output(tmp_path):
   command = f'exec "$0" launch/train.py {TINY} --workdir={tmp_path} --config.sampler.top_p=0.9 >&-'
   done = subprocess.run(['bash', '-c', command, sys.executable], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
