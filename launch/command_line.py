@@ -41,7 +41,7 @@ def run(main: Callable[[], None], usage: str, *, interrupted: str = RESUME) -> N
     interrupted: what to do after Ctrl-C, told then.
   """
   open_standard_streams()
-  sys.excepthook = _show_unless_late
+  sys.unraisablehook = _show_unless_late
   if any(argument in ('--help', '-h', '-help', '--helpfull', '--helpshort') for argument in sys.argv[1:]):
     print(usage)
     print(flags.FLAGS.main_module_help())
@@ -66,10 +66,10 @@ def run(main: Callable[[], None], usage: str, *, interrupted: str = RESUME) -> N
     leave(0)  # All is done; Python itself would end with status 120, since nobody could read the messages.
 
 
-def _show_unless_late(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-  """Shows an error that nobody caught; not that of a file written for a checkpoint that has failed, and been told, meanwhile."""
-  if not (kind is RuntimeError and str(error) == 'Event loop is closed'):
-    sys.__excepthook__(kind, error, trace)
+def _show_unless_late(unraisable: Any) -> None:
+  """Shows an error that nobody can catch; not that of a file written for a checkpoint that has failed, and been told, meanwhile."""
+  if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == 'Event loop is closed'):
+    sys.__unraisablehook__(unraisable)
 
 
 def open_standard_streams() -> None:

@@ -260,8 +260,9 @@ def test_what_the_system_said_is_told_once():
   code = """
 sys.argv = ['x']
 command_line.flags.FLAGS(sys.argv)
-sys.excepthook = command_line._show_unless_late
-sys.excepthook(RuntimeError, RuntimeError('Event loop is closed'), None)
+class Late:
+  exc_type, exc_value = RuntimeError, RuntimeError('Event loop is closed')
+command_line._show_unless_late(Late)
 with command_line.reported_errors(None):
   try:
     raise ValueError('raw')
