@@ -62,7 +62,7 @@ def test_help_needs_no_jax(script, tmp_path):
     (['--workdir=W', '--config=requirements.txt'], 'SyntaxError'),
     (['--workdir=W', TINY, '--wrkdir=x'], "'wrkdir'"),
     (['--workdir=W', TINY, 'learner.batch_size=3'], 'learner.batch_size=3'),
-    (['--workdir=W', TINY, '--config.learner.batchsize=3'], 'unknown setting learner.batchsize; known here: batch_size'),
+    (['--workdir=W', TINY, '--config.learner.batchsize=3'], 'unknown setting learner.batchsize; known here: balance_coefficient, batch_size'),
     (['--workdir=W', TINY, '--config.trainer.steps=3'], 'unknown setting trainer; known here: algorithm'),
     (['--workdir=W', '--config=NO_GET'], 'the config file must define get_config()'),
     (['--workdir=W', '--config=DICT'], 'must return an ml_collections.ConfigDict, got dict'),
