@@ -12,9 +12,9 @@ from typing import Sequence
 
 sys.path.insert(1, str(pathlib.Path(__file__).resolve().parents[1]))  # The repository, for `import sao_jax` without an installation.
 
-from absl import flags
-
 import command_line
+
+from absl import flags  # After command_line, which tells what to do where it is missing.
 
 NAME = flags.DEFINE_string('name', None, 'Which: gsm8k, math, beyondaime, imo_answerbench, or prompts for any rows.')
 FILES = flags.DEFINE_list('files', None, 'SPLIT=PATH, one or more with commas between them.')
@@ -39,8 +39,8 @@ def main() -> None:
 
   fields = pairs(FIELDS.value, 'fields')
   files = {split: {'path': path, 'fields': fields} for split, path in pairs(FILES.value, 'files').items()}
-  print(datasets.build(NAME.value, files, data_dir=DATA_DIR.value))
+  command_line.answer(str(datasets.build(NAME.value, files, data_dir=DATA_DIR.value)), f'The data set is in {DATA_DIR.value}.')
 
 
 if __name__ == '__main__':
-  command_line.run(main, __doc__)
+  command_line.run(main, __doc__, interrupted='Run the same command again.')

@@ -24,12 +24,13 @@ import sys
 
 sys.path.insert(1, str(pathlib.Path(__file__).resolve().parents[1]))  # The repository, for `import sao_jax` without an installation.
 
-from absl import flags
-from ml_collections import config_flags
-
 import command_line
 
-CONFIG = config_flags.DEFINE_config_file('config', None, 'Settings; default: those of the workdir.', lock_config=True)
+from absl import flags  # After command_line, which tells what to do where it is missing.
+from ml_collections import config_flags
+
+CONFIG = config_flags.DEFINE_config_file(
+    'config', None, 'Settings; default: those of the workdir.', lock_config=False, accept_new_attributes=True)  # Judged by `from_dict`.
 WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of a run; without it, the weights that --config starts from are evaluated.')
 CHECKPOINT = flags.DEFINE_integer('checkpoint', None, 'Number of the checkpoint; default: the newest.', lower_bound=0)
 TASK = flags.DEFINE_string('task', None, 'Another environment.')
@@ -54,14 +55,22 @@ def read_settings_file(path: pathlib.Path) -> dict:
   """Settings that a run wrote. Raises ValueError where the file is damaged."""
   try:
     values = json.loads(path.read_text(encoding='utf-8'))
-    return {**values, **{name: dict(values[name]) for name in ('sampler', 'rl', 'value_pretrain', 'sft', 'evaluation', 'task')}}
-  except (ValueError, KeyError, TypeError) as error:
-    raise ValueError(f'{path} is damaged ({error!r}); restore it, or give the settings with --config.') from None
+    if not isinstance(values, dict):
+      raise ValueError(f'it holds a {type(values).__name__}, not settings')
+    sections = ('model', 'sampler', 'rl', 'value_pretrain', 'sft', 'evaluation', 'task')
+    wrong = [name for name in sections if not isinstance(values.get(name), dict)]
+    if wrong:
+      raise ValueError(f'it has no section of settings {wrong[0]!r}')
+    return {**values, **{name: dict(values[name]) for name in sections}}
+  except ValueError as error:
+    raise ValueError(f'{path} is damaged ({error}); restore it, or give the settings with --config.') from None
 
 
 def check_flags() -> None:
   """Raises ValueError for flags that do not go together."""
   given = {name for name in flags.FLAGS if flags.FLAGS[name].present}
+  if WORKDIR.value is not None:
+    command_line.check_workdir(WORKDIR.value)
   if WORKDIR.value is not None and PRETRAINED.value is not None:
     raise ValueError('Give --workdir or --pretrained, not both.')
   if CHECKPOINT.value is not None and WORKDIR.value is None:
@@ -105,22 +114,34 @@ def read_settings(settings) -> dict:
   if TASK.value is not None:
     values['task'] |= {'name': TASK.value, 'settings': {}}
   if TASK_SETTINGS.value is not None:
-    try:
-      values['task']['settings'] = dict(ast.literal_eval(TASK_SETTINGS.value))
-    except (ValueError, SyntaxError, TypeError):
-      raise ValueError(f'--task_settings must be a Python dictionary, got {TASK_SETTINGS.value!r}.') from None
+    values['task']['settings'] = task_settings(TASK_SETTINGS.value)
+  return values
+
+
+def task_settings(text: str) -> dict:
+  """The dictionary that `text` writes. Raises ValueError where it is none, or has other names than strings."""
+  try:
+    values = ast.literal_eval(text)
+  except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+    values = None
+  if not isinstance(values, dict):
+    raise ValueError(f'--task_settings must be a Python dictionary, got {text!r}.')
+  wrong = [name for name in values if not isinstance(name, str)]
+  if wrong:
+    raise ValueError(f'--task_settings must have names of settings as keys, in quotes: got {wrong[0]!r} in {text!r}.')
   return values
 
 
 def table(found: dict) -> str:
   """What was found, for a person."""
-  lines = [f'{found["task"]}: {found["n"]} held-out prompts, checkpoint {found["checkpoint"]}, policy step {found["policy_step"]}', '']
-  lines.append(f'{"":18}{"success":>9}  {"95 % interval":16}{"reward":>9}  {"95 % interval":18}{"truncated":>9}{"lost":>6}')
+  where = f'checkpoint {found["checkpoint"]}, policy step {found["policy_step"]}'
+  lines = [f'{found["task"]}: {found["prompts"]} held-out prompts, {where}', '']
+  lines.append(f'{"":18}{"success":>9}  {"95 % interval":16}{"reward":>9}  {"95 % interval":18}{"truncated":>9}{"n":>6}{"lost":>6}')
   for name, label in (('temperature_1', f'temperature {found["temperature"]:g}'), ('greedy', 'greedy')):
     r = found[name]
     lines.append(
         f'{label:18}{r["success"]:9.3f}  [{r["low"]:.3f}, {r["high"]:.3f}]  {r["reward"]:9.3f}  '
-        f'[{r["reward_low"]:.3f}, {r["reward_high"]:.3f}]    {r["truncated"]:9.3f}{sum(r["lost"].values()):6}')
+        f'[{r["reward_low"]:.3f}, {r["reward_high"]:.3f}]    {r["truncated"]:9.3f}{r["n"]:6}{sum(r["lost"].values()):6}')
   return '\n'.join(lines)
 
 
@@ -173,17 +194,18 @@ def main() -> None:
     found = run_benchmark(settings)
     from sao_jax import report
 
-    print(benchmark_table(found), file=sys.stderr)
-    print(json.dumps(report.plain(found)))
+    command_line.say(benchmark_table(found))
+    command_line.answer(json.dumps(report.plain(found)), f'The result is in {found["output"]}.')
     return
   config = settings.from_dict(read_settings(settings))
   from sao_jax import report
   from sao_jax.evaluate_run import evaluate_run
 
   found = evaluate_run(config, WORKDIR.value, step=CHECKPOINT.value, prompts=NUM_PROMPTS.value or config.evaluation.prompts)
-  print(table(found), file=sys.stderr)
-  print(json.dumps(report.plain(found)))
+  command_line.say(table(found))
+  command_line.answer(json.dumps(report.plain(found)), 'The table on standard error is the result.')
 
 
 if __name__ == '__main__':
-  command_line.run(main, __doc__)
+  command_line.run(
+      main, __doc__, interrupted='Run the same command again: a benchmark goes on where it was, held-out prompts begin anew.')

@@ -14,14 +14,24 @@ usage() {
 
 arguments=()
 workdir=""
+
+# seed N: adds the argument; a wrong one is told before anything is installed.
+seed() {
+  case "$1" in
+    "" | *[!0-9]* | ???????????*) sao_fail "--seed must be a whole number from 0 to 4294967295, got '$1'." ;;
+  esac
+  [ "$((10#$1))" -le 4294967295 ] || sao_fail "--seed must be a whole number from 0 to 4294967295, got '$1'."
+  arguments+=("--config.seed=$((10#$1))")
+}
+
 while [ "$#" -gt 0 ]; do
   case "$1" in
     --help | -h) usage; exit 0 ;;
-    --seed=*) arguments+=("--config.seed=${1#*=}") ;;
+    --seed=*) seed "${1#*=}" ;;
     --workdir=*) workdir="${1#*=}" ;;
     --seed | --workdir)
       [ "$#" -ge 2 ] || sao_fail "$1 needs a value; see --help."
-      if [ "$1" = --seed ]; then arguments+=("--config.seed=$2"); else workdir="$2"; fi
+      if [ "$1" = --seed ]; then seed "$2"; else workdir="$2"; fi
       shift ;;
     --config.*=* | --debug) arguments+=("$1") ;;
     *) sao_fail "unknown argument $1; see --help." ;;

@@ -131,9 +131,20 @@ def evaluate_benchmark(
     numbers = benchmark_scores.score(
         [log.samples(p.index) for p in problems], num_samples=request.num_samples, majority_vote=benchmark.majority_vote,
         seed=config.evaluation.seed)
+    if not numbers['graded']:
+      raise RuntimeError(
+          f'All {numbers["samples"]} samples were lost: {_told(log.rows)}. Mend what failed, delete {folder}, and evaluate again.')
     found = {**settings, **numbers, 'output': str(folder)}
     report.write_json(folder / 'summary.json', found)
   return found
+
+
+def _told(rows: Mapping[int, Mapping[str, Any]]) -> str:
+  """Verdicts with their number, and the reason of the last sample that has one."""
+  samples = [s for row in rows.values() for s in row['samples']]
+  counts = ', '.join(f'{verdict} {count}' for verdict, count in collections.Counter(s['verdict'] for s in samples).items())
+  reasons = [s['reason'] for s in samples if s.get('reason')]
+  return f'{counts}; the last one: {reasons[-1]}' if reasons else counts
 
 
 def _policy_identity(config: Config, workdir: str | os.PathLike[str] | None, step: int | None) -> dict[str, Any]:

@@ -14,9 +14,12 @@ is complete, whenever the process was killed; if it fails its checksums, somethi
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pathlib
+import re
 import shutil
+import traceback
 from typing import Any, Mapping
 import zlib
 
@@ -85,6 +88,21 @@ class _Items(ocp.args.Composite):
   """Items of a step: `arrays` and `host`."""
 
 
+def _not_of_saving(record: logging.LogRecord) -> bool:
+  """False for tracebacks that Orbax logs in its threads of a save that failed: `Checkpointer` raises the same error."""
+  return not (
+      record.exc_info and record.levelno >= logging.ERROR
+      and any('orbax' in frame.filename for frame in traceback.extract_tb(record.exc_info[2])))
+
+
+def _reason(error: BaseException) -> str:
+  """What the operating system said, without the name of every file of the checkpoint."""
+  if getattr(error, 'strerror', None):
+    return error.strerror
+  told = re.search(r"os_error_code='?(\d+)", str(error))
+  return os.strerror(int(told[1])) if told else str(error).strip() or type(error).__name__
+
+
 def _crc(path: pathlib.Path) -> int:
   value = 0
   with open(path, 'rb') as file:
@@ -127,6 +145,8 @@ class Checkpointer:
         raise CheckpointError(f'{self._directory} is no folder of checkpoints.')
     else:
       self._prepare()
+    for name in ('absl', 'asyncio'):
+      logging.getLogger(name).addFilter(_not_of_saving)  # Once: a filter that is there is not added again.
     self._checkpointer = ocp.AsyncCheckpointer(_Handler(arrays=ocp.StandardCheckpointHandler(), host=_HostHandler()))
 
   def _prepare(self) -> None:
@@ -294,7 +314,7 @@ class Checkpointer:
 
   def _write_error(self, error: Exception) -> CheckpointError:
     self._clear()  # What was written of it only takes room.
-    reason = (getattr(error, 'strerror', None) or str(error) or type(error).__name__).strip()
+    reason = _reason(error)
     return CheckpointError(
         f'A checkpoint could not be written to {self._directory}: {reason}. Saved and untouched: steps {self.steps()}. '
         'Make room there, or make it writable, and resume.')

@@ -14,6 +14,10 @@ from sao_jax import config_checks
 from sao_jax.config_checks import lookup
 
 
+class Refused(ValueError):
+  """A workdir is another run's, or another process's; nothing is written to it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
   """How the rotary angles of positions are scaled, beside `model.rope_theta`."""

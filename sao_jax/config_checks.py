@@ -113,6 +113,36 @@ RANGES: dict[str, Interval] = {
         'max_grad_norm': POSITIVE, 'warmup_steps': ANY_SIZE, 'decay_steps': ANY_SIZE, 'end_fraction': SHARE}.items()},
 }
 
+# The largest sizes that make sense on any machine, a model of 10^12 parameters on a pod included; what this machine holds is judged in
+# `memory.py`. Durations and counts beyond these overflow or never end.
+MAX_LENGTH = 2**24  # Tokens of a rollout, and of every bucket.
+MAX_ROWS = 2**20  # Rows of a batch, slots, rollouts in flight.
+MAX_COUNT = 2**24  # Episodes held in the host's memory.
+MAX_STEPS = 10**12
+LIMITS: dict[str, float] = {
+    'model.vocab_size': 2**22, 'model.embed_dim': 2**18, 'model.num_layers': 2**12, 'model.num_heads': 2**14, 'model.num_kv_heads': 2**14,
+    'model.head_dim': 2**14, 'model.mlp_dim': 2**22, 'model.attention_block': MAX_LENGTH, 'model.max_length': 2**30,
+    'model.rope.original_length': 2**30, 'model.experts.count': 2**16, 'model.experts.top_k': 2**16, 'model.experts.mlp_dim': 2**22,
+    'model.experts.shared': 2**10, 'model.experts.groups': 2**16, 'model.experts.top_groups': 2**16,
+    **{f'model.latent.{name}': 2**18 for name in (
+        'rank', 'query_rank', 'plain_dim', 'rotary_dim', 'value_dim', 'index_heads', 'index_dim')},
+    'model.latent.index_top_k': MAX_LENGTH,
+    **{f'task.{name}': MAX_LENGTH for name in ('max_turns', 'max_turn_tokens', 'max_tokens')},
+    'task.time_limit_s': 1e9, 'task.step_timeout_s': 1e9, 'task.retries': 1000, 'task.workers': 2**14,
+    'data.epochs': MAX_STEPS, 'data.skip_solved': MAX_COUNT,
+    'sampler.slots': MAX_ROWS, 'sampler.sessions': MAX_ROWS, 'sampler.page_size': 2**20, 'sampler.pages': 2**31 - 1,
+    'sampler.chunk_steps': 2**16, 'sampler.prefill_chunks': MAX_LENGTH, 'sampler.top_k': 2**22,
+    'learner.batch_size': MAX_ROWS, 'learner.micro_batches': MAX_ROWS, 'learner.value_steps': 10_000,
+    'learner.value_warmup_steps': MAX_STEPS, 'learner.logits_chunk': MAX_LENGTH,
+    'queue.capacity': MAX_COUNT, 'queue.max_staleness': 10**6,
+    **{f'clock.{name}': 1e9 for name in ('chunk_s', 'update_s', 'environment_s', 'publish_s')}, 'clock.sigma': 10.0,
+    'sft.steps': MAX_STEPS, 'sft.batch_size': MAX_ROWS, 'sft.demonstrations': MAX_COUNT,
+    'value_pretrain.rollouts': MAX_COUNT, 'value_pretrain.epochs': 10**6, 'rl.policy_steps': MAX_STEPS,
+    **{f'evaluation.{name}': MAX_COUNT for name in ('prompts', 'during_prompts')}, 'evaluation.every': MAX_STEPS,
+    'checkpoint.every': MAX_STEPS, 'checkpoint.keep': 10**6, 'logging.every': MAX_STEPS, 'logging.sample_rollouts': MAX_COUNT,
+    **{f'{path}.{name}': MAX_STEPS for path in OPTIMIZERS for name in ('warmup_steps', 'decay_steps')},
+}
+
 
 def check_all(config: Config) -> None:
   """Raises ValueError on the first setting, or pair of settings, that cannot work."""
@@ -143,6 +173,9 @@ def check_ranges(config: Config) -> None:
     value = lookup(config, path)
     if value not in interval:
       raise ValueError(f'{path} must be {interval}, got {value}.')
+  for path, limit in LIMITS.items():
+    if lookup(config, path) > limit:
+      raise ValueError(f'{path} must be at most {limit:,}, more than any machine can use: got {lookup(config, path):,}; lower it.')
   gae_lambda = config.algorithm.gae_lambda
   if gae_lambda != -1.0 and gae_lambda not in SHARE:
     raise ValueError(f'algorithm.gae_lambda must be {SHARE}, or -1 for the length-adaptive lambda, got {gae_lambda}.')
@@ -266,6 +299,9 @@ def check_lengths(config: Config) -> None:
     if any(v < 1 for v in values) or any(a >= b for a, b in zip(values, values[1:])):
       better = tuple(sorted({v for v in values if v > 0}))
       raise ValueError(f'{path} must be positive and strictly increasing, got {values}; use {better}.')
+    limit = MAX_ROWS if path == 'sampler.prefill_rows' else MAX_LENGTH
+    if values and values[-1] > limit:
+      raise ValueError(f'{path} must be at most {limit:,}, more than any machine can use: got {values}; lower the last one.')
   task, longest = config.task, _longest(config)
   if task.max_turn_tokens > task.max_tokens:
     raise ValueError(
@@ -292,6 +328,10 @@ def check_sampler(config: Config) -> None:
     raise ValueError(
         f'sampler.pages must hold at least one rollout of {_longest(config)} tokens, {needed} pages of {sampler.page_size}: '
         f'got {sampler.pages}; use {needed} or more, or 0 for enough pages for all sessions.')
+  if sampler.pages * sampler.page_size > 2**31 - 1:
+    raise ValueError(
+        f'sampler.pages times sampler.page_size must be below 2^31 tokens, since positions in the cache are 32 bits wide: '
+        f'got {sampler.pages} pages of {sampler.page_size}; lower sampler.pages.')
   if queue.capacity < learner.batch_size:
     raise ValueError(
         f'queue.capacity must hold a whole batch: got {queue.capacity} with learner.batch_size={learner.batch_size}; '

@@ -34,19 +34,26 @@ def evaluate_run(
     prompts: how many held-out prompts.
 
   Returns:
-    {'checkpoint', 'stage', 'policy_step', 'task', 'n', 'temperature', 'temperature_1': numbers, 'greedy': numbers}, JSON-able. The numbers
-    are those of `evaluation.Evaluation` with `reward_low` and `reward_high`, the 95 % bootstrap interval of the mean reward.
+    {'checkpoint', 'stage', 'policy_step', 'task', 'prompts', 'temperature', 'temperature_1': numbers, 'greedy': numbers}, JSON-able. The
+    numbers are those of `evaluation.Evaluation` (its 'n' are the rollouts that were not lost) with `reward_low` and `reward_high`, the
+    95 % bootstrap interval of the mean reward.
 
   Raises:
     ValueError: no such checkpoint, or settings that do not fit.
     OSError: a damaged checkpoint, or a folder that cannot be opened.
+    RuntimeError: every prompt was lost, at one of the temperatures.
   """
   validate_names(config)
   with opened(config, workdir) as parts:
     where, policy = policy_of(parts, step)
     found = parts.evaluate(policy, version=int(where['policy_step']), prompts=prompts, label='of the checkpoint')
+  for name, result in found.items():
+    if not result.n:
+      reasons = ', '.join(f'{reason} {count}' for reason, count in result.lost.items()) or 'there were none'
+      raise RuntimeError(f'All prompts were lost ({name}): {reasons}. Mend the environment, or task.settings, and evaluate again.')
+  asked = found['greedy'].n + sum(found['greedy'].lost.values())
   return {
-      **where, 'task': config.task.name, 'n': found['greedy'].n, 'temperature': config.sampler.temperature,
+      **where, 'task': config.task.name, 'prompts': asked, 'temperature': config.sampler.temperature,
       **{name: _numbers(result, config.evaluation.seed) for name, result in found.items()}}
 
 

@@ -15,7 +15,7 @@ import time
 from typing import Any, Callable, Iterator, Sequence
 
 import jax
-from sao_jax import batching, environments, evaluation, prng, report, sharding
+from sao_jax import batching, environments, evaluation, memory, prng, report, sharding
 from sao_jax.checkpoint import Checkpointer
 from sao_jax.clock import InlineCalls
 from sao_jax.config import Config, ModelConfig, SamplerConfig
@@ -173,11 +173,13 @@ def build(config: Config, workdir: pathlib.Path, *, read_only: bool = False) -> 
   sharding.check_mesh(config)
   learner_mesh = sharding.make_mesh(sharding.pick_devices(config.learner.devices), config.learner.mesh)
   sampler_mesh = sharding.make_mesh(sharding.pick_devices(config.sampler.devices), config.sampler.mesh)
+  learner = Learner(config, learner_mesh)
+  memory.check(memory.items(config, learner, sampler_mesh, min(config.task.max_tokens, model.max_length)))
   _, shapes, axes = transformer.abstract(transformer.Policy, dataclasses.replace(model, param_dtype=config.sampler.dtype))
   dtypes = {path: s.dtype for path, s in shapes.items()}
   return Parts(
       config=config, model=model, workdir=workdir, tokenizer=tokenizer, environment=environment,
-      conversation=conversation.make(tokenizer, environment.conversation, config.task.template), learner=Learner(config, learner_mesh),
+      conversation=conversation.make(tokenizer, environment.conversation, config.task.template), learner=learner,
       learner_mesh=learner_mesh, sampler_mesh=sampler_mesh,
       progress_bar=report.ProgressBar(enabled=config.logging.progress),
       convert=sharding.make_converter(sharding.param_shardings(axes, shapes, sampler_mesh), dtypes),

@@ -37,16 +37,49 @@ SHOWN = {
 }
 
 
+class _Silenced:
+  """A text stream that goes silent where it cannot be written to any more: what shows progress must not end a run."""
+
+  def __init__(self, stream: TextIO | None):
+    self._stream, self._silent = stream, stream is None
+
+  def write(self, text: str) -> int:
+    self._try(lambda: self._stream.write(text))
+    return len(text)
+
+  def flush(self) -> None:
+    self._try(lambda: self._stream.flush())
+
+  def isatty(self) -> bool:
+    return self._stream.isatty()
+
+  def fileno(self) -> int:
+    return self._stream.fileno()
+
+  @property
+  def encoding(self) -> str:
+    return getattr(self._stream, 'encoding', None) or 'utf-8'
+
+  def _try(self, function: Callable[[], Any]) -> None:
+    if not self._silent:
+      try:
+        function()
+      except (OSError, ValueError):  # Broken pipe, full disk; closed.
+        self._silent = True
+
+
 class ProgressBar:
   """Progress through the stages: a bar on a terminal; elsewhere (a log file, CI) plain lines, one every few seconds and one at the end.
 
   Used by one thread. Args: `enabled`: False writes nothing at all; `stream`: None for standard error; `every_s`: seconds between lines.
+  Where the stream cannot be written, nothing is shown any more.
   """
 
   def __init__(self, *, enabled: bool, stream: TextIO | None = None, every_s: float = 5.0):
-    self._stream = sys.stderr if stream is None else stream
-    self._enabled, self._every_s = enabled, every_s
-    self._terminal = enabled and self._stream.isatty()
+    stream = sys.stderr if stream is None else stream  # None again in a process without standard error.
+    self._stream = _Silenced(stream)
+    self._enabled, self._every_s = enabled and stream is not None, every_s
+    self._terminal = self._enabled and self._stream.isatty()
     self._bar: tqdm | None = None
     self._stage, self._done, self._total, self._numbers = '', 0, 0, ''
     self._started = self._last = self._updated = time.monotonic()
@@ -86,7 +119,8 @@ class ProgressBar:
   def waiting(self, seconds: float, text: str) -> None:
     """Shows that the learner has been waiting for rollouts for `seconds`; nothing below five."""
     if seconds >= 5.0:
-      self.note(f'{self._stage}: {self._done}/{self._total}, waiting for rollouts since {seconds:.0f} s, {text}')
+      where = f'{self._stage}: {self._done}/{self._total}, ' if self._stage else ''
+      self.note(f'{where}waiting for rollouts since {seconds:.0f} s, {text}')
 
   def line(self, text: str) -> None:
     """Writes one line that stays."""
@@ -168,6 +202,14 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     return json.loads(pathlib.Path(path).read_text(encoding='utf-8'))
   except ValueError as error:
     raise ValueError(f'{path} is damaged ({error}); restore it, or use another folder.') from error
+
+
+def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
+  """Settings that `write_json` wrote. Raises ValueError, naming the file, where it holds no settings."""
+  values = read_json(path)
+  if not isinstance(values, dict):
+    raise ValueError(f'{path} is damaged (it holds a {type(values).__name__}, not settings); restore it, or use another folder.')
+  return values
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:

@@ -130,6 +130,7 @@ class ReinforcementLearning:
     """Trains to the last step, or until the prompts end. On any error threads are stopped first; the first cause goes up."""
     try:
       if self.run_state.progress.stage_step < self.total:
+        self.parts.progress_bar.update('rl', self.run_state.progress.stage_step, self.total)
         self.sampler.warm_up()
         self.parts.learner.warm_up('rl')
         self._sampled = self._counters()

@@ -17,7 +17,7 @@ from typing import Any, Iterator
 import jax
 
 from sao_jax import algorithms, environments, report, stages
-from sao_jax.config import Config, differences, to_dict
+from sao_jax.config import Config, Refused, differences, to_dict
 from sao_jax.data import PromptStream
 from sao_jax.metrics import read_rows
 from sao_jax.parts import STAGES, Parts, Progress, build, initial_state, num_parameters
@@ -25,6 +25,9 @@ from sao_jax.rl import ReinforcementLearning
 from sao_jax.evaluation import Stopped  # Re-exported: it is what `run` raises.
 from sao_jax.run import Run
 from sao_jax.workers import bounded
+
+FILES = ('config.json', 'lock', 'metrics.jsonl', 'ledger.jsonl', 'difficulty.jsonl', 'summary.json', 'learning_curve.png', 'error.txt')
+FOLDERS = ('checkpoints', 'rollouts', 'tensorboard')
 
 
 def run(config: Config, workdir: str | os.PathLike[str], *, stop: threading.Event | None = None) -> dict[str, Any]:
@@ -37,17 +40,19 @@ def run(config: Config, workdir: str | os.PathLike[str], *, stop: threading.Even
 
   Raises:
     Stopped: `stop` was set; everything is saved.
-    ValueError: settings that do not fit the machine, the environment, or an earlier start in this workdir.
+    ValueError: settings that do not fit the machine or the environment.
+    config.Refused: a workdir that another process holds, or a run with other settings; nothing there is changed.
     OSError: a workdir that cannot be written.
     FloatingPointError: a non-finite loss or gradient; the checkpoints before it stay.
     RuntimeError: a worker failed, or too many rollouts were lost; the first cause is chained.
   """
-  validate_names(config)
   workdir = pathlib.Path(workdir)
   with locked(workdir):
-    write_settings(config, workdir)
+    compare_settings(config, workdir)
+    validate_names(config)
     with closed_at_end(build(config, workdir)) as parts:
       parts.stop = stop or parts.stop
+      report.write_json(workdir / 'config.json', to_dict(config))
       this = start(parts)
       while this.progress.stage != 'done':
         run_stage(this)
@@ -162,21 +167,43 @@ def validate_names(config: Config) -> None:
 @contextlib.contextmanager
 def locked(workdir: pathlib.Path) -> Iterator[None]:
   """Makes the workdir and holds it for this process; a second process on the same folder would ruin both runs."""
-  workdir.mkdir(parents=True, exist_ok=True)
-  with open(workdir / 'lock', 'w') as file:
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+    check_files(workdir)
+    file = open(workdir / 'lock', 'a')
+  except (FileExistsError, NotADirectoryError):
+    raise OSError(f'{workdir} cannot be a workdir: it, or what it lies in, is a file; choose another --workdir.') from None
+  except OSError as error:
+    if error.errno is None:
+      raise
+    raise OSError(
+        error.errno, f'{workdir} cannot be a workdir: {error.strerror}; make it writable, or choose another --workdir.') from None
+  with file:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-      raise ValueError(f'Another process is running in {workdir}; wait for it or choose another --workdir.') from error
+    except BlockingIOError:
+      raise Refused(f'Another process is running in {workdir}; wait for it or choose another --workdir.') from None
     yield
 
 
-def write_settings(config: Config, workdir: pathlib.Path) -> None:
-  """Writes `config.json`, or compares with the one that is there. Raises ValueError, listing what differs, or where it is damaged."""
-  path = workdir / 'config.json'
-  if path.exists():
-    different = differences(report.read_json(path), to_dict(config))
+def check_files(workdir: pathlib.Path) -> None:
+  """Raises OSError where a folder has the name of a file that the run writes, or a file that of a folder."""
+  for names, is_right, what, wanted in (
+      (FILES, pathlib.Path.is_file, 'a folder', 'a file'), (FOLDERS, pathlib.Path.is_dir, 'a file', 'a folder')):
+    for name in names:
+      path = workdir / name
+      if path.exists() and not is_right(path):
+        raise OSError(f'{path} is {what}, and a run keeps {wanted} of that name there; move it away, or choose another --workdir.')
+
+
+def compare_settings(config: Config, workdir: pathlib.Path) -> None:
+  """Raises Refused where the workdir holds a run with other settings, listing them; ValueError where its `config.json` is damaged.
+
+  A start that ended before anything was trained binds nobody.
+  """
+  path, metrics = workdir / 'config.json', workdir / 'metrics.jsonl'
+  trained = any(p.name.isdecimal() for p in (workdir / 'checkpoints').glob('*')) or (metrics.exists() and metrics.stat().st_size)
+  if path.exists() and trained:
+    different = differences(report.read_settings(path), to_dict(config))
     if different:
-      raise ValueError(f'{workdir} holds a run with other settings: {"; ".join(different)}. Use the same settings or another --workdir.')
-    return
-  report.write_json(path, to_dict(config))
+      raise Refused(f'{workdir} holds a run with other settings: {"; ".join(different)}. Use the same settings or another --workdir.')

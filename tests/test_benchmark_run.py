@@ -151,6 +151,13 @@ def test_a_grader_that_mostly_fails_ends_the_evaluation(tmp_path):
         config=tiny_config(**{**SETTINGS, 'task__max_failure_share': 0.5}))
 
 
+def test_every_sample_lost_is_an_error_and_stays_one(tmp_path):
+  for _ in range(2):
+    with pytest.raises(RuntimeError, match='All 18 samples were lost: grader_timeout 18; the last one: as asked. Mend .* delete'):
+      evaluate(tmp_path, grader=FakeGrader(lambda response: 'grader_timeout'))
+  assert len(lines(tmp_path)) == 6 and not (tmp_path / 'summary.json').exists()
+
+
 @pytest.mark.slow
 def test_a_prompt_that_does_not_fit_is_lost_not_wrong(tmp_path, monkeypatch):
   monkeypatch.setattr(benchmark_run, '_context', lambda *args: 330)
@@ -274,7 +281,7 @@ def test_a_run_that_goes_on_is_evaluated_and_not_touched(tmp_path, monkeypatch):
     monkeypatch.undo()
   assert opened == [] and tree(workdir) == before
   newest = max(int(p.name) for p in (workdir / 'checkpoints').iterdir() if p.name.isdecimal())
-  assert plain['checkpoint'] == found['policy']['checkpoint'] == newest and plain['n'] == 4
+  assert plain['checkpoint'] == found['policy']['checkpoint'] == newest and plain['prompts'] == plain['greedy']['n'] == 4
   with pytest.raises(ValueError, match='no checkpoint 77'):
     evaluate(tmp_path / 'out2', workdir=workdir, config=config, step=77)
 

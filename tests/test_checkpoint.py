@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import os
 import pathlib
 import shutil
@@ -304,6 +305,34 @@ def test_a_failed_save_surfaces_at_the_next_call_and_harms_nothing(tmp_path, mon
   save_now(made, 4)
   assert made.steps() == [1, 4]
   made.close()
+
+
+def test_the_reason_is_what_the_system_said():
+  raw = ValueError(
+      'RESOURCE_EXHAUSTED: Error writing "policy/0.0" in OCDBT database at local file "/w/1/": Failed to write 167843 bytes to file 20: '
+      "No space left on device [os_error_code='28']")
+  assert checkpoint._reason(raw) == 'No space left on device'
+  assert checkpoint._reason(PermissionError(13, 'Permission denied', '/w')) == 'Permission denied'
+  assert checkpoint._reason(ValueError('other')) == 'other' and checkpoint._reason(KeyError()) == 'KeyError'
+
+
+@pytest.mark.parametrize('name, filename, shown', [
+    ('absl', 'site-packages/orbax/checkpoint/futures.py', False), ('asyncio', 'site-packages/orbax/checkpoint/futures.py', False),
+    ('absl', 'mine.py', True)])
+def test_tracebacks_of_a_failed_save_are_told_once(tmp_path, name, filename, shown):
+  Checkpointer(tmp_path, keep=1).close()
+  seen = []
+  handler = logging.Handler()
+  handler.emit = seen.append
+  logger = logging.getLogger(name)
+  logger.addHandler(handler)
+  try:
+    exec(compile('raise ValueError("full")', filename, 'exec'))
+  except ValueError:
+    logger.exception('a thread raised')
+  finally:
+    logger.removeHandler(handler)
+  assert bool(seen) == shown
 
 
 def test_close_tells_of_a_failed_save(tmp_path, monkeypatch):

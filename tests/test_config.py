@@ -46,6 +46,29 @@ def test_a_part_is_enough_and_defaults_fill_the_rest():
   assert (config.seed, config.rl.policy_steps, config.learner) == (3, 7, settings.LearnerConfig())
 
 
+@pytest.mark.parametrize('path', config_checks.LIMITS)
+def test_sizes_that_no_machine_holds_are_refused_at_once(path):
+  with pytest.raises(ValueError, match=f'{path.replace(".", "[.]")} must be at most .*lower it'):
+    settings.from_dict(changed({path: 10**13}))
+
+
+@pytest.mark.parametrize('changes', [
+    {'learner.lengths': (128, 10**9)}, {'sampler.prefill_lengths': (16, 10**9)}, {'sampler.prefill_rows': (8, 10**7)},
+    {'sampler.cache_lengths': (128, 10**9)}, {'sampler.pages': 2**30, 'sampler.page_size': 16}])
+def test_lengths_and_caches_that_no_machine_holds_are_refused_at_once(changes):
+  with pytest.raises(ValueError, match=f'{list(changes)[0].replace(".", "[.]")} .*lower'):
+    settings.from_dict(changed(changes))
+
+
+def test_the_largest_models_are_within_the_limits():
+  """A model of 10^12 parameters with contexts of 10^6 tokens, in pages for 4096 rollouts of 131072 tokens."""
+  settings.from_dict(changed({
+      'model.vocab_size': 262_144, 'model.embed_dim': 16_384, 'model.num_layers': 126, 'model.num_heads': 128, 'model.num_kv_heads': 8,
+      'model.head_dim': 128, 'model.mlp_dim': 65_536, 'model.max_length': 10**6, 'task.max_tokens': 10**6, 'learner.lengths': (10**6,),
+      'sampler.sessions': 65_536, 'sampler.slots': 16_384, 'sampler.pages': 2**23, 'sampler.page_size': 64,
+      'learner.batch_size': 16_384, 'queue.capacity': 65_536, 'sampler.chunk_steps': 1024, 'task.workers': 4096, 'rl.policy_steps': 10**7}))
+
+
 def test_int_for_float_is_taken_as_float():
   value = settings.from_dict(changed({'algorithm.epsilon_high': 5})).algorithm.epsilon_high
   assert value == 5.0 and isinstance(value, float)

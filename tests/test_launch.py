@@ -1,14 +1,21 @@
 """The entry points as a person meets them: errors in one clear message with the right status, before anything compiles; resume; results."""
 
 import json
+import math
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 
 import pytest
+from tiny_run import tiny_config
+
+from sao_jax import config as settings
+from sao_jax import evaluate_run, evaluation, report, train
+from sao_jax.parts import Parts
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CACHE = tempfile.TemporaryDirectory()
@@ -16,7 +23,7 @@ TINY = '--config=configs/tiny_debug.py'
 FAST = ('--config.sft.steps=4', '--config.rl.policy_steps=3', '--config.evaluation.prompts=8', '--config.evaluation.every=0')
 
 
-def launch(script: str, *arguments: str, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess:
+def launch(script: str, *arguments: str | bytes, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess:
   """Runs a script of launch/ in the repository root, with one CPU device; the runs of this module share what they compile."""
   env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'} | {
       'JAX_PLATFORMS': 'cpu', 'JAX_COMPILATION_CACHE_DIR': CACHE.name, 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0', **environment}
@@ -36,6 +43,10 @@ def assert_told(done: subprocess.CompletedProcess, *texts: str, status: int) -> 
 
 # --- The command line ---
 
+CONFIG_FILES = {
+    'NO_GET': 'x = 1', 'DICT': 'def get_config(): return {"seed": 1}', 'NONE': 'def get_config(): return None',
+    'WRONG': 'def get_config():\n  import os\n  return os.nothing'}
+
 
 @pytest.mark.parametrize('script', ['train.py', 'evaluate.py'])
 def test_help_needs_no_jax(script, tmp_path):
@@ -51,9 +62,12 @@ def test_help_needs_no_jax(script, tmp_path):
     (['--workdir=W', '--config=requirements.txt'], 'SyntaxError'),
     (['--workdir=W', TINY, '--wrkdir=x'], "'wrkdir'"),
     (['--workdir=W', TINY, 'learner.batch_size=3'], 'learner.batch_size=3'),
-    (['--workdir=W', TINY, '--config.learner.batchsize=3'], 'unknown setting learner.batchsize; known here: batch_size'),
+    (['--workdir=W', TINY, '--config.learner.batchsize=3'], 'unknown setting learner.batchsize; known here: balance_coefficient, batch_size'),
     (['--workdir=W', TINY, '--config.trainer.steps=3'], 'unknown setting trainer; known here: algorithm'),
-    (['--workdir=W', TINY, '--config.task.settings.digits=3'], 'digits'),
+    (['--workdir=W', '--config=NO_GET'], 'the config file must define get_config()'),
+    (['--workdir=W', '--config=DICT'], 'must return an ml_collections.ConfigDict, got dict'),
+    (['--workdir=W', '--config=NONE'], 'returned None; it must return an ml_collections.ConfigDict'),
+    (['--workdir=W', '--config=WRONG'], "the config file raised AttributeError: module 'os' has no attribute 'nothing'"),
     (['--workdir=W', TINY, '--config.learner.batch_size=many'], 'many'),
     (['--workdir=W', TINY, '--config.learner.batch_size=1.5'], '1.5'),
     (['--workdir=W', TINY, '--config.algorithm.gamma=high'], 'high'),
@@ -62,7 +76,10 @@ def test_help_needs_no_jax(script, tmp_path):
 ])
 def test_wrong_command_line(arguments, text, tmp_path):
   (tmp_path / 'jax.py').write_text('raise SystemExit("jax was imported")')
-  arguments = [a.replace('=W', f'={tmp_path / "work"}') for a in arguments]
+  for name, body in CONFIG_FILES.items():
+    (tmp_path / f'{name}.py').write_text(body)
+  arguments = [a.replace('=W', f'={tmp_path / "work"}') if a == '--workdir=W' else a for a in arguments]
+  arguments = [f'--config={tmp_path / a[9:]}.py' if a[9:] in CONFIG_FILES else a for a in arguments]
   assert_told(launch('train.py', *arguments, PYTHONPATH=str(tmp_path)), text, status=2)
   assert not (tmp_path / 'work').exists()
 
@@ -88,6 +105,9 @@ def test_impossible_settings_end_before_jax_is_loaded(override, text, tmp_path):
     ('algorithm.objective=trpo', 'algorithm.objective must be one of'),
     ('task.name=chess', 'chess'),
     ("task.settings={'digits':3}", 'digits'),
+    ('task.settings.digits=3', 'digits'),
+    ('task.settings.max_value=3', 'max_value'),  # Not in the config file, but known to the environment, which judges it.
+    ('task.settings.operators=%', 'operators'),
     ("task.settings={'min_operations':0}", 'min_operations'),
     ('learner.devices=(0,99)', '99'),
     ('learner.mesh=(2,1,1,1,1)', 'learner.mesh'),
@@ -109,6 +129,11 @@ def test_evaluate_tells_what_is_missing(tmp_path):
   assert_told(launch('evaluate.py'), 'Give --workdir', status=1)
   assert_told(launch('evaluate.py', f'--workdir={tmp_path}'), 'config.json does not exist', status=1)
   assert_told(launch('evaluate.py', TINY, '--task_settings=3'), '--task_settings must be a Python dictionary', status=1)
+  assert_told(launch('evaluate.py', TINY, '--task_settings={1: 2}'), 'must have names of settings as keys, in quotes: got 1', status=1)
+  for text, told in (
+      ('[1, 2]', 'it holds a list, not settings'), ('{"task": 3}', "it has no section of settings 'model'"), ('{', 'damaged')):
+    (tmp_path / 'config.json').write_text(text)
+    assert_told(launch('evaluate.py', f'--workdir={tmp_path}'), 'config.json is damaged', told, status=1)
   assert_told(launch('evaluate.py', TINY, '--num_prompts=0'), 'num_prompts', status=2)
 
 
@@ -182,6 +207,231 @@ def test_a_killed_benchmark_goes_on(tmp_path):
   assert_told(launch('evaluate.py', *command, '--seed=3', f'--output={tmp_path / "cut"}'), 'seed: 1000003 -> 3', status=1)
 
 
+# --- Standard streams, workdirs, signals ---
+
+
+def python(code: str, redirection: str = '') -> subprocess.CompletedProcess:
+  """Runs `code` with launch/ on its path, through a shell that redirects."""
+  command = f'exec "$0" -c "$1" {redirection}'
+  code = f'import sys; sys.path[:0] = [{str(ROOT / "launch")!r}, {str(ROOT)!r}]; import command_line; {code}'
+  return subprocess.run(
+      ['bash', '-c', command, sys.executable, code], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL, check=False,
+      env={k: v for k, v in os.environ.items() if k != 'PYTHONUNBUFFERED'})
+
+
+@pytest.mark.parametrize('redirection', [
+    '', '>&-', '2>&-', '>&- 2>&-', '>/dev/full', '2>/dev/full', '>/dev/full 2>/dev/full', '<&- >&- 2>&-'])
+def test_the_exit_status_is_the_same_wherever_output_goes(redirection):
+  for prepare in ('', 'command_line.open_standard_streams(); ', 'print("pending", end=""); '):
+    done = python(f'{prepare}command_line.say("told"); command_line.leave(143)', redirection)
+    assert done.returncode == 143 and 'Traceback' not in done.stderr
+    assert ('told' in done.stderr) == ('2>' not in redirection)
+
+
+@pytest.mark.parametrize('redirection', ['', '2>&-', '2>/dev/full', '>&- 2>/dev/full'])
+def test_a_main_that_ends_well_has_status_0(redirection):
+  code = 'sys.argv = ["x"]; command_line.run(lambda: (command_line.say("told"), command_line.answer("x", "")), "usage")'
+  done = python(code, redirection)
+  assert done.returncode == 0 and done.stdout == ('' if '>&- 2' in redirection else 'x\n')
+
+
+def test_an_error_is_told_once_without_standard_output(tmp_path):
+  command = f'exec "$0" launch/train.py {TINY} --workdir={tmp_path} --config.sampler.top_p=0.9 >&-'
+  done = subprocess.run(['bash', '-c', command, sys.executable], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+  assert_told(done, 'sampler.top_p must be 1', status=1)
+
+
+def test_a_result_that_cannot_be_written_is_told():
+  done = python('command_line.answer("x" * 10000, "It is saved in W.")', '>/dev/full')
+  assert done.returncode == 1
+  assert done.stderr == 'Error: standard output could not be written (No space left on device). It is saved in W.\n'
+  done = python('import os; r, w = os.pipe(); os.close(r); os.dup2(w, 1); command_line.answer("x", "It is saved in W.")')
+  assert done.returncode == 1 and 'Broken pipe' in done.stderr and 'Traceback' not in done.stderr
+  assert python('command_line.open_standard_streams(); command_line.answer("x", "")', '>&-').returncode == 0
+
+
+def test_closed_streams_get_no_other_file(tmp_path):
+  path = tmp_path / 'file'
+  code = f'command_line.open_standard_streams(); import os; f = open({str(path)!r}, "w"); os.write(1, b"a"); os.write(2, b"b"); f.close()'
+  assert python(code, '<&- >&- 2>&-').returncode == 0 and path.read_text() == ''
+
+
+def test_what_the_system_said_is_told_once():
+  code = """
+sys.argv = ['x']
+command_line.flags.FLAGS(sys.argv)
+class Late:
+  exc_type, exc_value = RuntimeError, RuntimeError('Event loop is closed')
+command_line._show_unless_late(Late)
+with command_line.reported_errors(None):
+  try:
+    raise ValueError('raw')
+  except ValueError as error:
+    raise OSError('A checkpoint could not be written: No space left on device.') from error
+"""
+  assert python(code).stderr == 'Error: OSError: A checkpoint could not be written: No space left on device.\n'
+
+
+def test_half_a_traceback_is_removed(tmp_path):
+  code = f"""
+import pathlib
+def full(self, *args, **kwargs):
+  self.touch()
+  raise OSError(28, 'No space left on device')
+pathlib.Path.write_text = full
+sys.argv = ['x']
+command_line.flags.FLAGS(sys.argv)
+with command_line.reported_errors(pathlib.Path({str(tmp_path)!r})):
+  raise ValueError('the cause')
+"""
+  done = python(code)
+  assert done.returncode == 1 and 'Error: the cause' in done.stderr and 'could not be written' in done.stderr
+  assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize('script', ['train.py', 'evaluate.py'])
+@pytest.mark.parametrize('module', ['absl', 'ml_collections'])
+def test_a_python_without_the_requirements_is_told(script, module, tmp_path):
+  (tmp_path / f'{module}.py').write_text(f'raise ModuleNotFoundError("No module named {module!r}", name={module!r})')
+  done = launch(script, '--help', PYTHONPATH=str(tmp_path))
+  assert_told(done, f'{module} is not installed in {sys.executable}', '.venv/bin/python', '-r requirements.txt', status=1)
+
+
+def test_a_python_without_jax_is_told(tmp_path):
+  (tmp_path / 'jax.py').write_text('raise ModuleNotFoundError("No module named \'jax\'", name="jax")')
+  done = launch('train.py', TINY, f'--workdir={tmp_path / "work"}', PYTHONPATH=str(tmp_path))
+  assert_told(done, "No module named 'jax'", f'not installed in {sys.executable}', '-r requirements.txt', status=1)
+
+
+@pytest.mark.parametrize('script', ['train.py', 'evaluate.py'])
+def test_names_that_are_no_folder(script):
+  assert_told(launch(script, TINY, '--workdir='), '--workdir must name a folder, got an empty name', status=1)
+  plain = {'LC_ALL': 'C', 'PYTHONUTF8': '0', 'PYTHONCOERCECLOCALE': '0'}
+  assert_told(launch(script, TINY, '--workdir=/tmp/lä/none', **plain), 'Set PYTHONUTF8=1 or LC_ALL=C.UTF-8', status=1)
+  assert_told(launch(script, TINY, b'--workdir=/tmp/\xff\xfe'), 'this locale cannot write', status=1)
+
+
+def test_the_current_folder_is_not_moved(tmp_path):
+  (tmp_path / 'config.json').write_text('{}')
+  for name in ('.', str(tmp_path), '..'):
+    code = f'import os, pathlib; os.chdir({str(tmp_path)!r}); command_line.keep_previous(pathlib.Path({name!r}), dict(seed=1))'
+    done = python(code)
+    assert done.returncode == (0 if name == '..' else 1), done.stderr
+    assert name == '..' or 'cannot move' in done.stderr
+  assert (tmp_path / 'config.json').exists()
+
+
+def test_a_first_start_that_was_refused_binds_nobody(tmp_path):
+  too_large = {'sampler__sessions': 1_000_000, 'task__max_tokens': 500}
+  for wrong in ({'algorithm__objective': 'trpo'}, {'task__settings': {'digits': 3}}, too_large):
+    changes = {'model__num_kv_heads': 2, 'model__head_dim': 512, 'learner__lengths': (512,), 'sampler__cache_lengths': (), **wrong}
+    with pytest.raises(ValueError):
+      train.run(tiny_config(**changes), tmp_path)
+    assert not (tmp_path / 'config.json').exists()
+
+
+def test_settings_bind_once_something_was_trained(tmp_path):
+  report.write_json(tmp_path / 'config.json', settings.to_dict(tiny_config(seed=1)))
+  (tmp_path / 'checkpoints').mkdir()
+  (tmp_path / 'metrics.jsonl').write_text('')
+  train.compare_settings(tiny_config(seed=2), tmp_path)
+  (tmp_path / 'metrics.jsonl').write_text('{}\n')
+  with pytest.raises(settings.Refused, match='seed: 1 -> 2'):
+    train.compare_settings(tiny_config(seed=2), tmp_path)
+  (tmp_path / 'metrics.jsonl').unlink()
+  (tmp_path / 'checkpoints' / '3').mkdir()
+  with pytest.raises(settings.Refused, match='seed: 1 -> 2'):
+    train.compare_settings(tiny_config(seed=2), tmp_path)
+  train.compare_settings(tiny_config(seed=1), tmp_path)
+  report.write_json(tmp_path / 'config.json', [])
+  with pytest.raises(ValueError, match='it holds a list, not settings'):
+    train.compare_settings(tiny_config(seed=1), tmp_path)
+
+
+@pytest.mark.parametrize('name, is_folder', [
+    *((name, True) for name in ('config.json', 'lock', 'ledger.jsonl', 'metrics.jsonl', 'learning_curve.png', 'summary.json')),
+    *((name, False) for name in ('tensorboard', 'checkpoints', 'rollouts'))])
+def test_a_folder_in_the_place_of_a_file_is_told(name, is_folder, tmp_path):
+  (tmp_path / name).mkdir() if is_folder else (tmp_path / name).write_text('')
+  with pytest.raises(OSError, match=f'{name} is a (file|folder), and a run keeps a (file|folder) of that name there; move it away'):
+    with train.locked(tmp_path):
+      pass
+
+
+def test_a_workdir_that_cannot_be_one_is_told(tmp_path, monkeypatch):
+  (tmp_path / 'file').write_text('')
+  for path in (tmp_path / 'file', tmp_path / 'file' / 'run'):
+    with pytest.raises(OSError, match='cannot be a workdir: it, or what it lies in, is a file; choose another'):
+      with train.locked(path):
+        pass
+
+  def denied(*args, **kwargs):
+    raise PermissionError(13, 'Permission denied')
+
+  monkeypatch.setattr('builtins.open', denied)
+  with pytest.raises(OSError, match='cannot be a workdir: Permission denied; make it writable, or choose another'):
+    with train.locked(tmp_path):
+      pass
+
+
+def test_every_prompt_lost_is_an_error(monkeypatch):
+  none = evaluation.Evaluation(math.nan, math.nan, math.nan, math.nan, 0, {'environment_error': 7}, {}, math.nan, [])
+  monkeypatch.setattr(evaluate_run, 'policy_of', lambda parts, step: ({'checkpoint': None, 'stage': 'start', 'policy_step': 0}, None))
+  monkeypatch.setattr(Parts, 'evaluate', lambda self, *args, **kwargs: {'temperature_1': none, 'greedy': none})
+  with pytest.raises(RuntimeError, match=r'All prompts were lost \(temperature_1\): environment_error 7. Mend'):
+    evaluate_run.evaluate_run(tiny_config(), None, step=None, prompts=7)
+
+
+@pytest.mark.slow
+def test_the_workdir_of_another_process_is_left_alone(tmp_path):
+  with train.locked(tmp_path):
+    assert_told(launch('train.py', TINY, f'--workdir={tmp_path}'), 'Another process is running in', status=1)
+  report.write_json(tmp_path / 'config.json', settings.to_dict(tiny_config()))
+  (tmp_path / 'checkpoints' / '1').mkdir(parents=True)
+  done = launch('train.py', TINY, f'--workdir={tmp_path}')
+  assert_told(done, 'holds a run with other settings', status=1)
+  assert 'caused by' not in done.stderr and sorted(p.name for p in tmp_path.iterdir()) == ['checkpoints', 'config.json', 'lock']
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('signum, name', [(signal.SIGINT, 'Ctrl-C'), (signal.SIGTERM, 'SIGTERM')])
+def test_the_first_signal_saves(signum, name, tmp_path):
+  env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'} | {
+      'JAX_PLATFORMS': 'cpu', 'JAX_COMPILATION_CACHE_DIR': CACHE.name, 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
+  child = subprocess.Popen(
+      [sys.executable, str(ROOT / 'launch' / 'train.py'), TINY, f'--workdir={tmp_path}', '--config.sft.steps=100000',
+       '--config.checkpoint.every=100000'],
+      cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+  until = time.monotonic() + 240
+  while time.monotonic() < until and child.poll() is None and not (
+      (tmp_path / 'metrics.jsonl').exists() and (tmp_path / 'metrics.jsonl').read_bytes().count(b'\n') >= 2):
+    time.sleep(0.01)
+  child.send_signal(signum)
+  _, told = child.communicate(timeout=120)
+  assert child.returncode == 128 + signum, told
+  assert f'{name}: stopped after step' in told and 'Traceback' not in told
+  assert ('stopping after this step; press Ctrl-C again' in told) == (signum == signal.SIGINT)
+  assert [p.name for p in (tmp_path / 'checkpoints').iterdir()] == ['1']
+
+
+def test_the_second_signal_ends_at_once():
+  code = """
+import os, signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.argv = ['x']
+command_line.flags.FLAGS(sys.argv)
+with command_line.reported_errors(None):
+  with command_line.stop_on_signals() as stop:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.1)
+    assert stop.is_set() and stop.status == 130
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(10)
+"""
+  done = python(code)
+  assert done.returncode == 130 and done.stderr.count('stopping after this step') == 1 and 'Stopped. Run the same' in done.stderr
+
+
 # --- Whole runs ---
 
 
@@ -238,7 +488,8 @@ def test_evaluate_a_checkpoint(finished):
   done = launch('evaluate.py', f'--workdir={workdir}', '--num_prompts=10', '--top_p=0.9')
   assert done.returncode == 0, done.stderr
   found = json.loads(done.stdout)
-  assert found['n'] == 10 and found['policy_step'] == 3 and found['stage'] == 'done'
+  assert found['prompts'] == found['greedy']['n'] == found['temperature_1']['n'] == 10
+  assert found['policy_step'] == 3 and found['stage'] == 'done'
   for name in ('temperature_1', 'greedy'):
     assert found[name]['low'] <= found[name]['success'] <= found[name]['high']
     assert found[name]['reward_low'] <= found[name]['reward'] <= found[name]['reward_high']
@@ -251,7 +502,7 @@ def test_evaluate_before_training_on_another_task():
   done = launch('evaluate.py', TINY, '--num_prompts=4', '--task=calculator', "--task_settings={'min_operations': 3, 'max_operations': 3}")
   assert done.returncode == 0, done.stderr
   found = json.loads(done.stdout)
-  assert found['checkpoint'] is None and found['n'] == 4 and found['policy_step'] == 0
+  assert found['checkpoint'] is None and found['prompts'] == 4 and found['policy_step'] == 0
 
 
 @pytest.mark.slow
@@ -290,6 +541,8 @@ def test_scripts_explain_themselves_from_any_folder(script, tmp_path):
 
 
 @pytest.mark.parametrize('arguments, text', [
+    (['--seed=abc'], "--seed must be a whole number from 0 to 4294967295, got 'abc'"), (['--seed', '-1'], '--seed must be'),
+    (['--seed='], '--seed must be'), (['--seed=4294967296'], '--seed must be'), (['--seed=99999999999999999999'], '--seed must be'),
     (['--sed', '3'], 'unknown argument --sed'), (['--seed'], '--seed needs a value'), (['extra'], 'unknown argument extra')])
 def test_quickstart_refuses_what_it_does_not_know(arguments, text, tmp_path):
   done = shell('quickstart.sh', *arguments, SAO_VENV=str(tmp_path / 'venv'))

@@ -57,6 +57,56 @@ def test_plain_lines_without_a_terminal(monkeypatch):
   assert '\r' not in stream.getvalue()
 
 
+class Full(io.StringIO):
+  """A stream whose reader is gone after `room` writes."""
+
+  def __init__(self, room, terminal):
+    super().__init__()
+    self._room, self._terminal = room, terminal
+
+  def isatty(self):
+    return self._terminal
+
+  def write(self, text):
+    self._room -= 1
+    if self._room < 0:
+      raise BrokenPipeError(32, 'Broken pipe')
+    return super().write(text)
+
+
+@pytest.mark.parametrize('terminal', [False, True])
+@pytest.mark.parametrize('room', [0, 1, 5])
+def test_progress_that_nobody_can_read_ends_nothing(room, terminal):
+  bar = report.ProgressBar(enabled=True, stream=Full(room, terminal), every_s=0.0)
+  for done in range(1, 4):
+    bar.update('sft', done, 3)
+    bar.show('sft', {'sft/loss': 1.0})
+    bar.note('evaluation: 3/8')
+    bar.waiting(9.0, 'none in flight')
+  bar.line('saved')
+  bar.close()
+
+
+def test_no_standard_error_is_no_progress(monkeypatch):
+  monkeypatch.setattr(report.sys, 'stderr', None)
+  bar = report.ProgressBar(enabled=True)
+  bar.update('sft', 1, 3)
+  bar.line('saved')
+  bar.close()
+
+
+def test_waiting_before_the_first_step_names_no_stage():
+  stream = io.StringIO()
+  report.ProgressBar(enabled=True, stream=stream, every_s=0.0).waiting(12.0, '3 rollouts in flight')
+  assert stream.getvalue() == 'waiting for rollouts since 12 s, 3 rollouts in flight\n'
+
+
+def test_settings_of_another_shape_are_told(tmp_path):
+  report.write_json(tmp_path / 'config.json', [1, 2])
+  with pytest.raises(ValueError, match='config.json is damaged .it holds a list, not settings'):
+    report.read_settings(tmp_path / 'config.json')
+
+
 def test_plain_notes_are_rare(monkeypatch):
   now = [0.0]
   monkeypatch.setattr(report.time, 'monotonic', lambda: now[0])
