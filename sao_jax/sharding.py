@@ -47,7 +47,7 @@ def pick_devices(indices: tuple[int, ...]) -> list[jax.Device]:
     raise ValueError(f'Device indices must differ, got {indices}.')
   unknown = [i for i in indices if not 0 <= i < len(devices)]
   if unknown:
-    raise ValueError(f'No device {unknown[0]}: this process sees {len(devices)} devices (0 to {len(devices) - 1}), asked for {indices}.')
+    raise ValueError(f'No device {unknown[0]}: this process has devices 0 to {len(devices) - 1}, asked for {indices}.')
   return [devices[i] for i in indices] if indices else devices
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from sao_jax import sharding
 from sao_jax import train
+from sao_jax.parts import build
 from tests.tiny_run import run, tiny_config
 
 ONE = dict(learner__devices=(0,), sampler__devices=(0,), learner__mesh=(1, 1, 1, 1, 1), sampler__mesh=(1, 1, 1, 1, 1))
@@ -52,7 +53,7 @@ def test_same_run_on_eight_devices(on_one_device, tmp_path, monkeypatch, layout)
 
 @pytest.mark.parametrize('layout', list(LAYOUTS))
 def test_every_large_array_is_split_and_where_it_should_be(tmp_path, layout):
-  this = train.start(tiny_config(**LAYOUTS[layout], **SHORT), tmp_path)
+  this = train.start(build(tiny_config(**LAYOUTS[layout], **SHORT), tmp_path))
   parts, state = this.parts, this.state
   learner_devices, sampler_devices = set(parts.learner_mesh.devices.flat), set(parts.sampler_mesh.devices.flat)
   published = parts.convert(parts.learner.policy_params(state))
