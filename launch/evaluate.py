@@ -2,6 +2,7 @@ r"""Held-out success of a checkpoint, greedy and at temperature 1; or a benchmar
 
   python launch/evaluate.py --workdir=runs/quickstart [--checkpoint=12] [--num_prompts=500]
   python launch/evaluate.py --workdir=runs/quickstart --task=calculator --task_settings="{'min_operations': 3, 'max_operations': 3}"
+      (a harder task than it was trained on)
   python launch/evaluate.py --config=configs/smollm2_chain_sum.py          (before any training)
 
   python launch/evaluate.py --benchmark=beyondaime --benchmark_path=FILE --num_samples=4 --pretrained=FOLDER [--max_tokens=8192]

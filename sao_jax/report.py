@@ -273,7 +273,7 @@ PANELS = (
         ('ppo_clip/above', 'above, clipped', {'color': 'tab:red', 'linestyle': '--'}),
         ('ppo_clip/below', 'below, clipped', {'color': 'tab:orange', 'linestyle': '--'}))),
     ('Staleness in versions', (
-        ('queue/staleness_max', 'max', {'color': '0.6'}), ('queue/staleness_mean', 'mean', {'color': 'tab:blue'}))),
+        ('queue/staleness_max', 'max', {'color': '0.4', 'linestyle': '--'}), ('queue/staleness_mean', 'mean', {'color': 'tab:blue'}))),
 )
 SMOOTHED = 'reward/success'
 INTERVALS = {  # Metric -> its 95 % interval.
@@ -316,7 +316,8 @@ def _draw_panel(axes: Any, name: str, lines: Sequence[tuple[str, str | None, dic
     if metric == SMOOTHED and len(values) >= 8:
       axes.plot(steps, trailing_mean(values, 8), color='0.35', label='training, mean of 8 steps')
   axes.set_title(name, fontsize=10)
-  axes.set_xlabel('learner step')
+  began = min((row['step'] for row in rows if 'policy_step' in row), default=None)
+  axes.set_xlabel('learner step' if began is None else f'learner step, of all stages (RL begins at {began})')
   axes.grid(alpha=0.3)
   if name == 'Success':
     axes.set_ylim(-0.02, 1.02)
