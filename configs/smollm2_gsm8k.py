@@ -58,7 +58,7 @@ def get_config(folder: str = 'data/gsm8k') -> ConfigDict:
   config.queue.capacity = 64
   config.queue.max_staleness = 1
 
-  config.rl.policy_steps = 8
+  config.rl.policy_steps = 5
   config.evaluation.prompts = 128
   config.checkpoint.every = 12
   config.checkpoint.keep = 1
