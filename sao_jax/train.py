@@ -52,13 +52,24 @@ def run(config: Config, workdir: str | os.PathLike[str], *, stop: threading.Even
     validate_names(config)
     with closed_at_end(build(config, workdir)) as parts:
       parts.stop = stop or parts.stop
-      report.write_json(workdir / 'config.json', to_dict(config))
       this = start(parts)
+      write_settings(config, workdir)
       while this.progress.stage != 'done':
         run_stage(this)
       summary = finish(this)
     (workdir / 'error.txt').unlink(missing_ok=True)  # Of an earlier start that failed.
     return summary
+
+
+def write_settings(config: Config, workdir: pathlib.Path) -> None:
+  """Writes `config.json`, unless it holds these settings already."""
+  path = workdir / 'config.json'
+  try:
+    same = path.exists() and not differences(report.read_settings(path), to_dict(config))
+  except ValueError:  # Damaged, and of a start that trained nothing: `compare_settings` has judged it.
+    same = False
+  if not same:
+    report.write_json(path, to_dict(config))
 
 
 @contextlib.contextmanager
