@@ -62,11 +62,12 @@ def test_lengths_and_caches_that_no_machine_holds_are_refused_at_once(changes):
 
 def test_the_largest_models_are_within_the_limits():
   """A model of 10^12 parameters with contexts of 10^6 tokens, in pages for 4096 rollouts of 131072 tokens."""
-  settings.from_dict(changed({
+  config = settings.from_dict(changed({
       'model.vocab_size': 262_144, 'model.embed_dim': 16_384, 'model.num_layers': 126, 'model.num_heads': 128, 'model.num_kv_heads': 8,
       'model.head_dim': 128, 'model.mlp_dim': 65_536, 'model.max_length': 10**6, 'task.max_tokens': 10**6, 'learner.lengths': (10**6,),
       'sampler.sessions': 65_536, 'sampler.slots': 16_384, 'sampler.pages': 2**23, 'sampler.page_size': 64,
       'learner.batch_size': 16_384, 'queue.capacity': 65_536, 'sampler.chunk_steps': 1024, 'task.workers': 4096, 'rl.policy_steps': 10**7}))
+  assert (config.model.max_length, config.sampler.pages) == (10**6, 2**23)
 
 
 def test_int_for_float_is_taken_as_float():
@@ -244,7 +245,8 @@ def test_impossible_optimizers_are_refused(section, changes, message):
     {'queue.max_staleness': 0},
 ])
 def test_unusual_settings_are_allowed(changes):
-  settings.from_dict(changed(changes))
+  config = settings.from_dict(changed(changes))
+  assert {path: settings.lookup(config, path) for path in changes} == changes
 
 
 @given(st.sampled_from(sorted(config_checks.RANGES)), st.sampled_from([math.nan, math.inf, -math.inf, -1e9, 1e12]))
