@@ -85,6 +85,7 @@ def test_progress_that_nobody_can_read_ends_nothing(room, terminal):
     bar.waiting(9.0, 'none in flight')
   bar.line('saved')
   bar.close()
+  assert bar._done == bar._total == 3  # It went on counting.
 
 
 def test_no_standard_error_is_no_progress(monkeypatch):
@@ -93,6 +94,7 @@ def test_no_standard_error_is_no_progress(monkeypatch):
   bar.update('sft', 1, 3)
   bar.line('saved')
   bar.close()
+  assert bar._done == 1 and not bar._terminal
 
 
 def test_waiting_before_the_first_step_names_no_stage():
