@@ -189,7 +189,7 @@ def _fitted(config: Config, context: int, request: Request, kind: str, longest: 
       task=dataclasses.replace(
           config.task, name=request.environment, settings={} if request.python_tool else {'conversation': kind},
           max_turns=MAX_TURNS[request.environment], max_turn_tokens=min(request.max_tokens, total), max_tokens=total,
-          time_limit_s=FOREVER_S),
+          time_limit_s=FOREVER_S, compact_room=config.task.compact_room if request.python_tool else 0),
       sampler=dataclasses.replace(
           config.sampler, sessions=max(slots, config.sampler.sessions if request.python_tool else slots), pages=0,
           prefill_lengths=tuple(sorted(prefill)), prefill_rows=tuple(sorted({min(4, slots), min(16, slots)})), cache_lengths=()),

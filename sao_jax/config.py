@@ -109,7 +109,8 @@ class TaskConfig:
   max_turns: int = 8
   max_turn_tokens: int = 32  # Tokens sampled in one turn.
   max_tokens: int = 128  # Length of a whole rollout, prompt included; of each segment, where it has several.
-  max_segments: int = 1  # A chat template that rewrites history begins a new segment, a learner row of its own; beyond, the rollout is cut.
+  max_segments: int = 1  # A history that the template or a compaction rewrites begins a segment, a learner row; beyond, the rollout is cut.
+  compact_room: int = 0  # Ask the environment to make room when fewer tokens than this are left after an observation; 0: never.
   template: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Variables of the chat template, e.g. {'enable_thinking': False}.
   time_limit_s: float = 600.0  # Of one rollout, on the run clock.
   step_timeout_s: float = 60.0  # Of one reset or step call.

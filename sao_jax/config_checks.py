@@ -72,6 +72,7 @@ RANGES: dict[str, Interval] = {
     'task.max_failure_share': Interval(0, 1, low_open=True),
     'task.workers': SIZE,
     'task.max_segments': Interval(1, 1024),
+    'task.compact_room': ANY_SIZE,
     'data.epochs': ANY_SIZE,
     'data.skip_solved': ANY_SIZE,
     'sampler.slots': SIZE,
@@ -127,7 +128,7 @@ LIMITS: dict[str, float] = {
     **{f'model.latent.{name}': 2**18 for name in (
         'rank', 'query_rank', 'plain_dim', 'rotary_dim', 'value_dim', 'index_heads', 'index_dim')},
     'model.latent.index_top_k': MAX_LENGTH,
-    **{f'task.{name}': MAX_LENGTH for name in ('max_turns', 'max_turn_tokens', 'max_tokens')},
+    **{f'task.{name}': MAX_LENGTH for name in ('max_turns', 'max_turn_tokens', 'max_tokens', 'compact_room')},
     'task.time_limit_s': 1e9, 'task.step_timeout_s': 1e9, 'task.retries': 1000, 'task.workers': 2**14,
     'data.epochs': MAX_STEPS, 'data.skip_solved': MAX_COUNT,
     'sampler.slots': MAX_ROWS, 'sampler.sessions': MAX_ROWS, 'sampler.page_size': 2**20, 'sampler.pages': 2**31 - 1,
@@ -153,6 +154,7 @@ def check_all(config: Config) -> None:
   check_behaviour_distribution(config)
   check_learner(config)
   check_segments(config)
+  check_compaction(config)
   check_optimizers(config)
   check_devices(config)
 
@@ -396,6 +398,17 @@ def check_segments(config: Config) -> None:
     raise ValueError(
         f'task.max_segments must be 1 with algorithm.{others[0]}, since a segment is a learner row of its own: got '
         f'{config.task.max_segments}.')
+
+
+def check_compaction(config: Config) -> None:
+  """A compacted conversation begins a segment, and must leave room within the limit."""
+  task = config.task
+  if task.compact_room and task.max_segments == 1:
+    raise ValueError(
+        f'task.compact_room={task.compact_room} needs task.max_segments of at least 2, since a shortened conversation begins a segment: '
+        'got 1; raise it, or use task.compact_room=0.')
+  if task.compact_room >= task.max_tokens:
+    raise ValueError(f'task.compact_room must be less than task.max_tokens={task.max_tokens}, got {task.compact_room}; lower it.')
 
 
 def check_optimizers(config: Config) -> None:

@@ -169,6 +169,10 @@ def build(config: Config, workdir: pathlib.Path, *, read_only: bool = False) -> 
   environment = environments.make(config.task.name, **config.task.settings)
   if model.vocab_size < tokenizer.vocab_size:
     raise ValueError(f'model.vocab_size must be at least the tokenizer\'s {tokenizer.vocab_size}, got {model.vocab_size}.')
+  if config.task.compact_room and type(environment).compact is environments.Environment.compact:
+    raise ValueError(
+        f'task.compact_room={config.task.compact_room} needs an environment that can shorten a conversation, and {config.task.name!r} has '
+        'no `compact`; use task.compact_room=0.')
   config = dataclasses.replace(config, model=model)
   sharding.check_mesh(config)
   learner_mesh = sharding.make_mesh(sharding.pick_devices(config.learner.devices), config.learner.mesh)

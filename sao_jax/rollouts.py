@@ -9,26 +9,27 @@ One iteration, whatever the clock: `before_chunk` (results of environment calls,
 turns). Environment calls go through a `Calls` object: a thread pool under the wall clock, a simulated one under virtual time.
 
 Tokens in, tokens out: the ids that the sampler drew are stored as they came; only new text is tokenized, once, and appended. Where the chat
-template rewrites the history, a new segment begins with the conversation rendered afresh: the sampler starts on it as on a new sequence,
-and what was drawn before stays, as it was drawn, in the earlier segments.
+template rewrites the history, or the environment does (`Observation.restart`, other tools), a new segment begins with the conversation
+rendered afresh: the sampler starts on it as on a new sequence, and what was drawn before stays, as it was drawn, in the earlier segments.
 
-An environment with `tools` gets the tool calls of a turn, parsed; what is wrong with a call comes with it, as a `ToolCallError`.
+Where tools are told of, the environment gets the tool calls of a turn, parsed; what is wrong with a call comes with it, as a
+`ToolCallError`. Near the limit of a sequence it is asked once a turn, in a call of its own, whether it can make room (`compact`).
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import threading
-from typing import Any, Callable, Mapping, Protocol, Sequence
+from typing import Any, Callable, Mapping, Protocol
 
 import numpy as np
 
-from sao_jax import tool_calls
 from sao_jax.config import TaskConfig
 from sao_jax.environments.base import Environment, EnvironmentFailure, Observation, StepResult, Task
-from sao_jax.models.conversation import Continuation, Conversation, as_messages
+from sao_jax.episodes import EnvironmentHolder, actor, next_turn, shown
+from sao_jax.models.conversation import Conversation, as_messages
 from sao_jax.models.tokenizers import Tokenizer
+from sao_jax.rollout_session import RolloutSession
 from sao_jax.sampler import Completion, Request, Sampler
 from sao_jax.types import Rollout
 
@@ -102,122 +103,7 @@ class Calls(Protocol):
     ...
 
 
-def expect(value: Any, kind: type, what: str) -> Any:
-  """`value`. Raises TypeError where it is of another kind: a fault of the environment's code, not of the policy."""
-  if not isinstance(value, kind):
-    raise TypeError(f'{what} must return {kind.__name__}, got {type(value).__name__}')
-  return value
-
-
-class EnvironmentHolder:
-  """The environment of one session: made in the first call that needs it, closed once, by whichever thread comes to it."""
-
-  def __init__(self, make: Callable[[], Environment], act: Callable[[Environment, str], StepResult]):
-    self._make, self._act, self._lock = make, act, threading.Lock()
-    self._environment: Environment | None = None
-    self._closed = False
-
-  def reset(self, task: Task) -> Observation:
-    return expect(self._get()[0].reset(task), Observation, 'reset')
-
-  def step(self, task: Task, actions: list[str]) -> StepResult:
-    """Steps with the last action; an environment that is not there yet is made and replayed up to it."""
-    environment, fresh = self._get()
-    if fresh:
-      environment.reset(task)
-      for action in actions[:-1]:
-        self._act(environment, action)
-    return expect(self._act(environment, actions[-1]), StepResult, 'step')
-
-  def _get(self) -> tuple[Environment, bool]:
-    """The environment, and whether it was made just now."""
-    if self._environment is not None:
-      return self._environment, False
-    environment = self._make()  # Outside the lock: making may hang, and `close` must not wait for it.
-    with self._lock:
-      if not self._closed:
-        self._environment = environment
-        return environment, True
-    environment.close()
-    raise EnvironmentFailure('closed while it was made')
-
-  def close(self) -> None:
-    """Closes what was made; does nothing the second time."""
-    with self._lock:
-      environment, closed, self._closed = self._environment, self._closed, True
-    if environment is not None and not closed:
-      environment.close()
-
-
-@dataclasses.dataclass
-class Session:
-  """A rollout in flight. Per-token lists have one entry per position of `tokens`; a partly drawn turn stays in the sampler."""
-
-  ticket: int
-  prompt_id: int
-  attempt: int
-  task: Task
-  started_s: float
-  phase: str = 'reset'  # 'reset' | 'sampling' | 'step'; 'idle' between two of them.
-  environment: EnvironmentHolder | None = None  # None: made, and brought up to date by replay, in the next call.
-  tokens: list[int] = dataclasses.field(default_factory=list)
-  action_mask: list[bool] = dataclasses.field(default_factory=list)
-  log_prob: list[float] = dataclasses.field(default_factory=list)
-  version: list[int] = dataclasses.field(default_factory=list)
-  reward: list[float] = dataclasses.field(default_factory=list)
-  turn_of: list[int] = dataclasses.field(default_factory=list)
-  actions: list[str] = dataclasses.field(default_factory=list)  # Texts of the finished turns, in order.
-  history: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # Messages before the turn.
-  segment_starts: list[int] = dataclasses.field(default_factory=lambda: [0])
-  turn: int = 0
-  turn_start: int = 0
-  stop_id: int | None = None  # Stop token of the conversation format that ended the last turn.
-  retry: int = 0
-  oldest: int = 0
-  metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-
-  def append(self, tokens: Any, *, action: bool, log_probs: Any = None, versions: Any = None) -> None:
-    count = len(tokens)
-    self.tokens.extend(int(t) for t in tokens)
-    self.action_mask.extend([action] * count)
-    self.log_prob.extend([float(x) for x in log_probs] if action else [0.0] * count)
-    self.version.extend([int(v) for v in versions] if action else [-1] * count)
-    self.reward.extend([0.0] * count)
-    self.turn_of.extend([self.turn] * count)
-
-  @property
-  def segment_length(self) -> int:
-    """Tokens of the segment that is being written: of the sequence that the sampler sees."""
-    return len(self.tokens) - self.segment_starts[-1]
-
-  def restart(self) -> None:
-    """Back to before the reset, as another attempt: for environments that cannot be replayed."""
-    for values in (self.tokens, self.action_mask, self.log_prob, self.version, self.reward, self.turn_of, self.actions, self.history):
-      values.clear()
-    self.segment_starts = [0]
-    self.phase, self.environment, self.turn, self.turn_start, self.metrics = 'reset', None, 0, 0, {}
-    self.attempt += 1
-    self.task = dataclasses.replace(self.task, attempt=self.attempt)
-
-  def to_rollout(self, ending: str, stop_reason: str, environment: str, now_s: float) -> Rollout:
-    starts = self.segment_starts
-    if len(starts) > 1 and not any(self.action_mask[starts[-1]:]):  # Begun, but nothing was drawn in it.
-      starts, end = starts[:-1], starts[-1]
-    else:
-      end = len(self.tokens)
-    return Rollout(
-        tokens=np.asarray(self.tokens[:end], np.int32), action_mask=np.asarray(self.action_mask[:end], bool),
-        behaviour_log_prob=np.asarray(self.log_prob[:end], np.float32), policy_version=np.asarray(self.version[:end], np.int32),
-        reward=np.asarray(self.reward[:end], np.float32), turn=np.asarray(self.turn_of[:end], np.int32), segment_starts=tuple(starts),
-        ending=ending, stop_reason=stop_reason, prompt_id=self.prompt_id, attempt=self.attempt, environment=environment,
-        metrics=dict(self.metrics), ticket=self.ticket, started_s=self.started_s, finished_s=now_s)
-
-
-_SAVED = (
-    'ticket', 'prompt_id', 'attempt', 'started_s', 'phase', 'actions', 'history', 'segment_starts', 'turn', 'turn_start', 'stop_id',
-    'retry', 'oldest', 'metrics')
 SEGMENT_NOISE = 1 << 16  # The noise of a token is a function of its position; segments after the first draw as such a later attempt would.
-_ARRAYS = {'tokens': np.int32, 'action_mask': bool, 'log_prob': np.float32, 'version': np.int32, 'reward': np.float32, 'turn_of': np.int32}
 
 
 class FailureShare:
@@ -247,7 +133,7 @@ class RolloutEngine:
     self.sampler, self.calls, self.flow = sampler, calls, flow
     self._make_environment, self._conversation, self._tokenizer = make_environment, conversation, tokenizer
     self._task, self._max_length, self._max_sessions, self._now = task, max_length, sessions, now
-    self._sessions: dict[int, Session] = {}
+    self._sessions: dict[int, RolloutSession] = {}
     self._outbox: collections.deque[Rollout] = collections.deque()
     self._failures = FailureShare(task.max_failure_share)
     self._orphans: dict[int, EnvironmentHolder] = {}  # Of dropped sessions, by ticket, while a call still uses them.
@@ -255,7 +141,8 @@ class RolloutEngine:
     probe = make_environment()
     self._name, self._replayable, self._stop_strings = probe.name, probe.replayable, tuple(probe.stop_strings)
     self._metric_names = tuple(probe.metric_names)
-    self._tools, self._act = tuple(probe.tools), actor(conversation, probe.tools)
+    self._tools, self._takes_cut_turns, self._wants_tokens = tuple(probe.tools), probe.takes_cut_turns, probe.wants_tokens
+    actor(conversation, self._tools)  # Raises where the template cannot show them.
     calls.run_aside(probe.close)
 
   @property
@@ -292,7 +179,7 @@ class RolloutEngine:
       admission = self.flow.admit(self.sampler.version)
       if admission is None:
         break
-      session = Session(
+      session = RolloutSession(
           admission.ticket, admission.prompt_id, admission.attempt, admission.task, started_s=self._now(), oldest=self.sampler.version)
       self._sessions[session.ticket] = session
       self._call(session)
@@ -320,7 +207,7 @@ class RolloutEngine:
         self._drop(session, 'time_limit')
         self._failures.add(f'time_limit: prompt {session.prompt_id} drew no token within task.time_limit_s={self._task.time_limit_s}')
 
-  def _take_partial(self, session: Session) -> None:
+  def _take_partial(self, session: RolloutSession) -> None:
     tokens, log_probs, versions = self.sampler.partials()[session.ticket]
     self.sampler.cancel(session.ticket)
     session.phase = 'idle'
@@ -328,12 +215,16 @@ class RolloutEngine:
 
   # --- Environment calls -------------------------------------------------------------------------------------------------------
 
-  def _call(self, session: Session, due_s: float | None = None) -> None:
+  def _call(self, session: RolloutSession, due_s: float | None = None) -> None:
     """Submits the call of the session's phase; it makes and replays the environment first where there is none."""
-    if session.environment is None:
-      session.environment = EnvironmentHolder(self._make_environment, self._act)
-    holder, task, actions = session.environment, session.task, list(session.actions)
-    function = (lambda: holder.reset(task)) if session.phase == 'reset' else (lambda: holder.step(task, actions))
+    fresh = session.environment is None
+    if fresh:
+      session.environment = EnvironmentHolder(self._make_environment, self._conversation)
+    holder, task = session.environment, session.task
+    turns = session.played(tokens=self._wants_tokens, last=not fresh)
+    function = {
+        'reset': lambda: holder.reset(task), 'step': lambda: holder.step(task, turns), 'compact': lambda: holder.compact(task, turns),
+    }[session.phase]
     self.calls.submit(Call(session.ticket, session.turn, session.retry, function), due_s=due_s)
 
   def _deliver(self) -> bool:
@@ -349,8 +240,10 @@ class RolloutEngine:
       phase, session.phase = session.phase, 'idle'
       if phase == 'reset':
         self._begin(session, result.value)
-      else:
+      elif phase == 'step':
         self._stepped(session, result.value)
+      else:
+        self._compacted(session, result.value)
     return bool(results)
 
   def _discard(self, holder: EnvironmentHolder | None) -> None:
@@ -364,16 +257,16 @@ class RolloutEngine:
     if holder is not None:
       self.calls.run_aside(close)
 
-  def _failed(self, session: Session, error: BaseException) -> None:
+  def _failed(self, session: RolloutSession, error: BaseException) -> None:
     """Retries a failure of the environment itself, then drops the rollout under that name; any other error goes up."""
     if not isinstance(error, (EnvironmentFailure, TimeoutError)):
-      where = 'reset' if session.phase == 'reset' else f'step, turn {session.turn}'
+      where = {'reset': 'reset', 'step': f'step, turn {session.turn}', 'compact': f'compact, turn {session.turn - 1}'}[session.phase]
       raise RuntimeError(f'Environment {self._name!r}, prompt {session.prompt_id}, {where}: {type(error).__name__}: {error}') from error
     self._discard(session.environment)  # Also while a call that was given up hangs in it.
     session.environment = None
     if session.retry < self._task.retries and getattr(error, 'retry', True):
       session.retry += 1
-      if not self._replayable and session.phase == 'step':
+      if not self._replayable and session.phase != 'reset':
         self.sampler.release(session.ticket)
         session.restart()
       self._call(session)
@@ -384,9 +277,9 @@ class RolloutEngine:
 
   # --- Turns -------------------------------------------------------------------------------------------------------------------
 
-  def _begin(self, session: Session, observation: Observation) -> None:
-    messages = observation.messages or observation.text
-    prompt = self._conversation.first(messages, self._tools)
+  def _begin(self, session: RolloutSession, observation: Observation) -> None:
+    tools = self._tools if observation.tools is None else tuple(observation.tools)
+    prompt = self._conversation.first(shown(observation), tools)
     if not prompt or len(prompt) >= self._limit:
       self._drop(session, 'prompt_length')
       self._failures.add(
@@ -394,46 +287,49 @@ class RolloutEngine:
           f'(task.max_tokens={self._task.max_tokens}, model.max_length={self._max_length})')
       return
     session.metrics = {name: 0.0 for name in self._metric_names}  # Of a rollout that is cut before its first step.
-    session.history = as_messages(messages)
+    session.history, session.tools = as_messages(shown(observation)), tools
     session.append(prompt, action=False)
-    self._sample(session)
+    self._sample(session, observation.max_tokens)
 
   @property
   def _limit(self) -> int:
     return min(self._task.max_tokens, self._max_length)
 
-  def _sample(self, session: Session) -> None:
-    session.phase, session.turn_start = 'sampling', len(session.tokens)
+  def _sample(self, session: RolloutSession, limit: int | None) -> None:
+    session.phase, session.turn_start, session.turn_limit = 'sampling', len(session.tokens), limit
     self._submit(session, drawn=0)
 
-  def _submit(self, session: Session, drawn: int) -> None:
+  def _submit(self, session: RolloutSession, drawn: int) -> None:
     """Asks for the rest of the turn; its last `drawn` tokens exist already (resumed sessions)."""
     begin = session.segment_starts[-1]
     start = session.turn_start - begin
-    room = min(self._task.max_turn_tokens, self._limit - start) - drawn
+    turn = self._task.max_turn_tokens if session.turn_limit is None else min(self._task.max_turn_tokens, session.turn_limit)
+    room = min(turn, self._limit - start) - drawn
     attempt = session.attempt + SEGMENT_NOISE * (len(session.segment_starts) - 1)
     self.sampler.submit(Request(
         session=session.ticket, tokens=np.asarray(session.tokens[begin:], np.int32), prompt_id=session.prompt_id, attempt=attempt,
         max_new_tokens=room, turn_start=start, stop_ids=self._conversation.stop_ids, stop_strings=self._stop_strings))
 
-  def _turn_sampled(self, session: Session, stop_reason: str) -> None:
-    """The sampler finished a turn: its text goes to the environment, unless a length limit cut it."""
+  def _turn_sampled(self, session: RolloutSession, stop_reason: str) -> None:
+    """The sampler finished a turn: its text goes to the environment, unless a length limit cut it (`takes_cut_turns`)."""
     session.phase = 'idle'
     session.oldest = min(v for v, a in zip(session.version, session.action_mask) if a)
-    if stop_reason == 'length':
-      full = session.segment_length >= self._limit
+    full = session.segment_length >= self._limit
+    if stop_reason == 'length' and (full or not self._takes_cut_turns):
       self._finish(session, 'truncated', self._length_reason() if full else 'max_turn_tokens')
       return
     ids = session.tokens[session.turn_start:]
     session.stop_id = ids[-1] if stop_reason == 'stop_id' else None
     session.actions.append(self._tokenizer.decode(ids if session.stop_id is None else ids[:-1]))
+    session.stops.append('length' if stop_reason == 'length' else 'stop')
+    session.rooms.append(None)
     session.phase = 'step'
     self._call(session)
 
   def _length_reason(self) -> str:
     return 'context' if self._max_length < self._task.max_tokens else 'max_tokens'
 
-  def _stepped(self, session: Session, step: StepResult) -> None:
+  def _stepped(self, session: RolloutSession, step: StepResult) -> None:
     session.reward[-1] += float(step.reward)  # The last position is the last action token of this turn.
     session.metrics.update(step.metrics)
     session.turn += 1
@@ -446,42 +342,57 @@ class RolloutEngine:
     elif self._now() - session.started_s > self._task.time_limit_s:
       self._finish(session, 'truncated', 'time_limit')
     else:
-      follow = next_turn(self._conversation, session.history, session.actions[-1], step.observation, session.stop_id, self._tools)
-      self._continue(session, follow)
+      self._continue(session, step.observation, may_compact=True)
 
-  def _continue(self, session: Session, follow: Continuation) -> None:
-    """Appends what follows a turn and samples the next one; in a new segment where the history was rewritten."""
-    if follow.rewritten and len(session.segment_starts) >= self._task.max_segments:
+  def _compacted(self, session: RolloutSession, observation: Observation | None) -> None:
+    pending, session.pending = session.pending, None
+    if observation is None:
+      observation = pending
+    elif observation.tools is None:
+      observation = dataclasses.replace(observation, tools=pending.tools)
+    self._continue(session, observation, may_compact=False)
+
+  def _continue(self, session: RolloutSession, observation: Observation, *, may_compact: bool) -> None:
+    """Appends what follows a turn and samples the next one; in a new segment where the history is another one from here on."""
+    tools = session.tools if observation.tools is None else tuple(observation.tools)
+    follow = next_turn(
+        self._conversation, session.history, session.actions[-1], observation, session.stop_id, tools=tools, before=session.tools)
+    no_more_segments = len(session.segment_starts) >= self._task.max_segments
+    if follow.rewritten and no_more_segments:
       self._finish(session, 'truncated', 'max_segments')
       return
-    before = 0 if follow.rewritten else session.segment_length
-    if before + len(follow.ids) >= self._limit:  # No room for the observation and one more action.
+    room = self._limit - len(follow.ids) - (0 if follow.rewritten else session.segment_length)
+    if may_compact and self._task.compact_room and room < self._task.compact_room and not no_more_segments:
+      session.phase, session.pending, session.rooms[-1] = 'compact', observation, room
+      self._call(session)
+      return
+    if room < 1:  # No room for the observation and one more action.
       self._finish(session, 'truncated', self._length_reason())
       return
     if follow.rewritten:
       self.sampler.release(session.ticket)  # Its cache is of another sequence.
       session.segment_starts.append(len(session.tokens))
-    session.history = follow.history
+    session.history, session.tools = follow.history, tools
     session.append(follow.ids, action=False)
-    self._sample(session)
+    self._sample(session, observation.max_tokens)
 
   # --- Ends --------------------------------------------------------------------------------------------------------------------
 
-  def _finish(self, session: Session, ending: str, stop_reason: str) -> None:
+  def _finish(self, session: RolloutSession, ending: str, stop_reason: str) -> None:
     self._close(session)
     self._outbox.append(session.to_rollout(ending, stop_reason, self._name, self._now()))
     self._failures.add('')
 
-  def _drop(self, session: Session, reason: str, *, prompt: tuple[int, int] | None = None) -> None:
+  def _drop(self, session: RolloutSession, reason: str, *, prompt: tuple[int, int] | None = None) -> None:
     self._close(session)
     self.flow.drop(session.ticket, reason, prompt=prompt)
 
-  def _close(self, session: Session) -> None:
+  def _close(self, session: RolloutSession) -> None:
     if session.phase == 'sampling':
       self.sampler.cancel(session.ticket)
     self.sampler.release(session.ticket)
     del self._sessions[session.ticket]
-    if session.environment is not None and session.phase in ('reset', 'step'):  # A running call still uses it.
+    if session.environment is not None and session.phase in ('reset', 'step', 'compact'):  # A running call still uses it.
       self._orphans[session.ticket] = session.environment
     else:
       self._discard(session.environment)
@@ -506,10 +417,7 @@ class RolloutEngine:
     order = {ticket: i for i, ticket in enumerate(self.sampler.order())}
     saved = []
     for session in sorted(self._sessions.values(), key=lambda s: order.get(s.ticket, -1)):
-      entry = {name: getattr(session, name) for name in _SAVED}
-      entry.update(actions=list(session.actions), metrics=dict(session.metrics))
-      entry.update(history=list(session.history), segment_starts=list(session.segment_starts))
-      entry.update({name: np.asarray(getattr(session, name), dtype) for name, dtype in _ARRAYS.items()})
+      entry = session.save()
       if session.ticket in partials:
         entry['partial'] = list(partials[session.ticket])
       if session.ticket in due:
@@ -521,11 +429,7 @@ class RolloutEngine:
     """Takes saved sessions up again: replayable environments continue where they were, others start over as a new attempt."""
     self._outbox.extend(state['outbox'])
     for entry in state['sessions']:
-      session = Session(task=task_of(int(entry['prompt_id']), int(entry['attempt'])), **{name: entry[name] for name in _SAVED})
-      session.actions, session.metrics = list(session.actions), dict(session.metrics)
-      session.history, session.segment_starts = [dict(m) for m in session.history], list(session.segment_starts)
-      for name in _ARRAYS:
-        setattr(session, name, entry[name].tolist())
+      session = RolloutSession.load(entry, task_of(int(entry['prompt_id']), int(entry['attempt'])))
       self._sessions[session.ticket] = session
       if not self._replayable:
         session.restart()
@@ -535,30 +439,3 @@ class RolloutEngine:
         self._submit(session, drawn=len(partial[0]))
       else:
         self._call(session, due_s=entry.get('due_s'))
-
-
-def next_turn(
-    conversation: Conversation, history: Sequence[Mapping[str, Any]], text: str, observation: Observation, stop_id: int | None,
-    tools: Sequence[Mapping[str, Any]],
-) -> Continuation:
-  """What goes between two turns, from the observation's messages, or its text."""
-  return conversation.follow(history, text, observation.messages or observation.text, stop_id=stop_id, tools=tools)
-
-
-def actor(conversation: Conversation, tools: Sequence[Mapping[str, Any]]) -> Callable[[Environment, str], StepResult]:
-  """How a turn's text steps an environment: as text, or as the tool calls in it where there are `tools`.
-
-  Raises:
-    ValueError: `tools` are no JSON-schema functions, or the chat template has no place for the answer of a tool.
-  """
-  if not tools:
-    return lambda environment, text: environment.step(text)
-  tool_calls.check_tools(tools)
-  conversation.follow([{'role': 'user', 'content': 'x'}], 'x', [{'role': 'tool', 'content': 'x'}], stop_id=None, tools=tools)
-  form, lead, tools = conversation.tool_format, conversation.lead, tuple(tools)
-
-  def act(environment: Environment, text: str) -> StepResult:
-    parsed = tool_calls.parse(tool_calls.after_thinking(lead + text), form, tools)
-    return environment.step_calls(parsed.calls, parsed.text)
-
-  return act

@@ -20,7 +20,8 @@ from sao_jax.evaluation import Stopped
 from sao_jax.metrics import rollout_metrics
 from sao_jax.models.conversation import as_messages
 from sao_jax.parts import Parts
-from sao_jax.rollouts import Call, FailureShare, actor, expect, next_turn
+from sao_jax.episodes import actor, expect, next_turn, shown
+from sao_jax.rollouts import Call, FailureShare
 from sao_jax.run import Run
 from sao_jax.types import Rollout
 
@@ -118,10 +119,10 @@ def _played(
     parts: Parts, environment: Environment, prompt_id: int, task: Task, actions: Sequence[str | tool_calls.Turn]
 ) -> Rollout:
   form = parts.conversation
-  tools, act = tuple(environment.tools), actor(form, environment.tools)
   observation = expect(environment.reset(task), Observation, 'reset')
-  history = as_messages(observation.messages or observation.text)
-  tokens = list(form.first(observation.messages or observation.text, tools))
+  tools = tuple(environment.tools if observation.tools is None else observation.tools)
+  act, history = actor(form, tools), as_messages(shown(observation))
+  tokens = list(form.first(shown(observation), tools))
   mask, turns, starts = [False] * len(tokens), [0] * len(tokens), [0]
   metrics: dict[str, float] = {}
   reward, terminated = 0.0, False
@@ -142,8 +143,10 @@ def _played(
     if terminated or step.truncated:
       break
     if turn + 1 < len(actions):
-      follow = next_turn(form, history, text, step.observation, ids[-1] if environment.conversation == 'chat' else None, tools)
-      history = follow.history
+      before, tools = tools, tools if step.observation.tools is None else tuple(step.observation.tools)
+      stop_id = ids[-1] if environment.conversation == 'chat' else None
+      follow = next_turn(form, history, text, step.observation, stop_id, tools=tools, before=before)
+      act, history = act if tools == before else actor(form, tools), follow.history
       if follow.rewritten and len(starts) == parts.config.task.max_segments:
         break
       starts += [len(tokens)] * follow.rewritten

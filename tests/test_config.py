@@ -199,6 +199,9 @@ IMPOSSIBLE = [
     ({'checkpoint.keep': 0}, 'checkpoint.keep'),
     ({'logging.every': 0}, 'logging.every'),
     ({'task.max_segments': 0}, 'task.max_segments'),
+    ({'task.compact_room': -1}, 'task.compact_room'),
+    ({'task.compact_room': 10}, 'task.compact_room=10 needs task.max_segments of at least 2'),
+    ({'task.compact_room': 128, 'task.max_segments': 2}, 'task.compact_room must be less than task.max_tokens=128'),
     ({'task.max_segments': 2, 'algorithm.denominator': 'trajectory'}, "must be 1 with algorithm.denominator='trajectory'"),
     ({'task.max_segments': 2, 'algorithm.advantage': 'reinforce_batch_centred'}, "must be 1 with algorithm.advantage='reinforce_batch"),
 ]

@@ -11,7 +11,7 @@ from sao_jax.config import ModelConfig
 from sao_jax.environments import calculator
 from sao_jax.environments.base import AsyncEnvironment, Environment, Observation, StepResult, Task
 from sao_jax.models import conversation, pretrained, transformer
-from sao_jax.rollouts import actor
+from sao_jax.episodes import actor
 from tests import tokenizer_factory as factory
 from tests.tiny_run import Interrupted, run
 

@@ -187,6 +187,7 @@ def test_other_settings_in_the_same_workdir_are_refused(whole):
     (dict(task__name='nonsense'), 'nonsense'),
     (dict(task__name='calculator', task__settings={'min_operations': 99}), 'min_operations'),
     (dict(model__vocab_size=300, sampler__mesh=(1, 3, 1, 1, 1)), 'mesh'),
+    (dict(task__compact_room=8, task__max_segments=2), "'scripted' has no `compact`; use task.compact_room=0"),
 ])
 def test_impossible_settings_are_told_before_anything_compiles(tmp_path, overrides, message):
   start = time.monotonic()

@@ -6,7 +6,7 @@ import importlib
 import inspect
 from typing import Any
 
-from sao_jax.environments.base import AsyncEnvironment, Environment, EnvironmentFailure, Observation, StepResult, Task
+from sao_jax.environments.base import AsyncEnvironment, Environment, EnvironmentFailure, Observation, SampledTurn, StepResult, Task
 
 REGISTRY = {  # name -> (module, class)
     'ask': ('sao_jax.environments.ask', 'Ask'),
@@ -16,7 +16,9 @@ REGISTRY = {  # name -> (module, class)
     'scripted': ('sao_jax.environments.scripted', 'Scripted'),
 }
 
-__all__ = ['AsyncEnvironment', 'Environment', 'EnvironmentFailure', 'Observation', 'REGISTRY', 'StepResult', 'Task', 'make', 'register']
+__all__ = [
+    'AsyncEnvironment', 'Environment', 'EnvironmentFailure', 'Observation', 'REGISTRY', 'SampledTurn', 'StepResult', 'Task', 'make',
+    'register']
 
 
 def register(name: str, module: str, attribute: str) -> None:

@@ -72,10 +72,50 @@ class Observation:
   """What the policy sees next: `text` in a raw conversation, `messages` ({'role', 'content'} each) in a chat.
 
   A tool's result is a message of the role 'tool'; several messages may follow one turn.
+
+  Attributes:
+    restart: text or messages are the whole conversation from here on, the policy's own turns among them (role 'assistant', the reasoning
+      as the policy wrote it). The rollout goes on in a new segment that begins with it.
+    tools: the tools from here on, as in `Environment.tools`; None for those of before. Turns come to `step_calls` if there are any, else
+      to `step`. Where the chat template shows them, other tools begin a new segment.
+    max_tokens: most tokens of the next turn, and of that one only; `task.max_turn_tokens` holds, too. None for that alone.
+
+  Raises:
+    ValueError: a restart with an empty conversation, or `max_tokens` below 1.
   """
 
   text: str = ''
   messages: tuple[Mapping[str, str], ...] = ()
+  restart: bool = dataclasses.field(default=False, kw_only=True)
+  tools: tuple[Mapping[str, Any], ...] | None = dataclasses.field(default=None, kw_only=True)
+  max_tokens: int | None = dataclasses.field(default=None, kw_only=True)
+
+  def __post_init__(self):
+    if self.restart and not (self.text or self.messages):
+      raise ValueError('An observation with restart=True must hold the whole conversation, got none.')
+    if self.max_tokens is not None and (isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1):
+      raise ValueError(f'max_tokens of an observation must be None or an integer of at least 1, got {self.max_tokens!r}.')
+
+
+@dataclasses.dataclass(frozen=True)
+class SampledTurn:
+  """A turn as the sampler drew it, for environments that ask for it (`wants_tokens`).
+
+  Attributes:
+    prompt_ids: ids of the sequence before the turn: of its segment of the rollout, from the first token on.
+    ids: what was drawn, a stop token included.
+    log_probs: nats, one for each of `ids`, under the distribution that they were drawn from.
+    versions: of the parameters that drew each of `ids`.
+    text: the turn's whole text, without the stop token.
+    stop_reason: 'stop' (a stop token or string) or 'length' (a limit of the turn cut it).
+  """
+
+  prompt_ids: tuple[int, ...]
+  ids: tuple[int, ...]
+  log_probs: tuple[float, ...]
+  versions: tuple[int, ...]
+  text: str
+  stop_reason: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +188,10 @@ class Environment:
     has_demonstrations: `demonstration` is there.
     metric_names: what every `StepResult.metrics` holds; a rollout cut before its first step counts 0 for each.
     tools: JSON-schema functions, {'type': 'function', 'function': {'name', 'description', 'parameters'}}, that the prompt tells of. With
-      them turns come to `step_calls` instead of `step`.
+      them turns come to `step_calls` instead of `step`. An observation may replace them.
+    takes_cut_turns: a turn that `task.max_turn_tokens` or `Observation.max_tokens` cut comes to `step` or `step_calls` like any other,
+      instead of ending the rollout. One that ran out of context ends it all the same.
+    wants_tokens: `sampled` is called before each `step` or `step_calls`.
   """
 
   name: str = ''
@@ -158,6 +201,8 @@ class Environment:
   has_demonstrations: bool = False
   metric_names: tuple[str, ...] = ('success',)
   tools: tuple[Mapping[str, Any], ...] = ()
+  takes_cut_turns: bool = False
+  wants_tokens: bool = False
 
   def sample_task(self, index: int, split: str, seed: int) -> Task:
     """The task at `index` of a split; the same arguments give the same task, and tasks of different splits differ."""
@@ -185,6 +230,25 @@ class Environment:
       text: what the turn says outside of calls and reasoning.
     """
     raise NotImplementedError(f'{type(self).__name__} has tools but no step_calls.')
+
+  def sampled(self, turn: SampledTurn) -> None:
+    """Takes the tokens of the turn that `step` or `step_calls` gets next, in the same call of the pool. Raises EnvironmentFailure."""
+    raise NotImplementedError(f'{type(self).__name__} wants tokens but has no sampled.')
+
+  def compact(self, messages: Sequence[Mapping[str, Any]], room: int) -> Observation | None:
+    """Makes room in a conversation that nears its limit; called after a step whose observation leaves fewer than `task.compact_room`
+    tokens, and never where no further segment may begin (`task.max_segments`). Raises EnvironmentFailure.
+
+    Args:
+      messages: the whole conversation, with the last turn and the observation that would follow it.
+      room: tokens that this observation leaves for the next turn; below 1 where it does not fit.
+
+    Returns:
+      What the policy sees in place of that observation: a shorter conversation (`restart=True`), or messages that follow the turn, for
+      instance a request to sum up, which the next step answers with a restart. None to go on as it is, to the limit.
+    """
+    del messages, room
+    return None
 
   def demonstration(self, task: Task, rng: np.random.Generator) -> list[str | Turn]:
     """The actions of one demonstrated episode, in order: texts, or with tools `Turn`s, which are written in the form of the model's tool

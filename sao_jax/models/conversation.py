@@ -67,7 +67,8 @@ class Conversation(Protocol):
     ...
 
   def follow(
-      self, history: Sequence[Message], text: str, messages: str | Sequence[Message], *, stop_id: int | None, tools: Tools = ()
+      self, history: Sequence[Message], text: str, messages: str | Sequence[Message], *, stop_id: int | None, tools: Tools = (),
+      afresh: bool = False,
   ) -> Continuation:
     """What follows a turn: the rest of it, the new messages, and the header of the next turn.
 
@@ -77,6 +78,7 @@ class Conversation(Protocol):
       messages: new ones, at least one; a plain text is one message of the user.
       stop_id: the stop token that ended the turn, None where something else did.
       tools: as for `first`.
+      afresh: these are other tools than those that the sequence begins with: a format that shows tools rewrites the history.
     """
     ...
 
@@ -108,9 +110,10 @@ class RawConversation:
     return self._tokenizer.encode_run(text, after='start')
 
   def follow(
-      self, history: Sequence[Message], text: str, messages: str | Sequence[Message], *, stop_id: int | None, tools: Tools = ()
+      self, history: Sequence[Message], text: str, messages: str | Sequence[Message], *, stop_id: int | None, tools: Tools = (),
+      afresh: bool = False,
   ) -> Continuation:
-    del history, text, tools  # Raw text marks neither turns nor speakers.
+    del history, text, tools, afresh  # Raw text marks neither turns nor speakers, and shows no tools.
     new = ''.join(m['content'] for m in as_messages(messages))
     return Continuation(self._tokenizer.encode_run(new, after='text' if stop_id is None else 'special'), False, [])
 
@@ -190,7 +193,8 @@ class ChatConversation:
     return self._ids(text, hidden, 'start')
 
   def follow(
-      self, history: Sequence[Message], text: str, messages: str | Sequence[Message], *, stop_id: int | None, tools: Tools = ()
+      self, history: Sequence[Message], text: str, messages: str | Sequence[Message], *, stop_id: int | None, tools: Tools = (),
+      afresh: bool = False,
   ) -> Continuation:
     new = as_messages(messages)
     if not new:
@@ -199,6 +203,10 @@ class ChatConversation:
     whole = [*map(dict, history), turn, *new]
     hidden = self._hidden(whole, tools)
     at = len(hidden.messages) - len(new) - 1  # Of the turn.
+    if afresh:
+      after = self._template.render(hidden.messages, tools=hidden.tools, generation=True)
+      self._require(hidden, range(at + 1, len(hidden.messages)), after)
+      return Continuation(self._ids(after, hidden, 'start'), True, whole)
     before = self._template.render(hidden.messages[:at], tools=hidden.tools, generation=True)
     after = self._template.render(hidden.messages, tools=hidden.tools, generation=True)
     self._require(hidden, range(at + 1, len(hidden.messages)), after)
