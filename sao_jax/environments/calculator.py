@@ -35,7 +35,7 @@ from typing import Any, Sequence
 
 import numpy as np
 
-from sao_jax.environments import base
+from sao_jax.environments import base, compaction as compaction_lib
 from sao_jax.tool_calls import ToolCall, ToolCallError, Turn
 
 MAX_DIGITS = 12
@@ -98,7 +98,7 @@ def places(expression: Sequence[int | str]) -> list[int]:
           and isinstance(expression[i + 1], int)]
 
 
-class Calculator(base.Environment):
+class Calculator(compaction_lib.Compaction, base.Environment):
   """The task of the module's docstring.
 
   Args:
@@ -112,6 +112,7 @@ class Calculator(base.Environment):
     test_share: share of all expressions that belong to the test split, by a hash of the expression.
     demonstration_noise: probability of a mistake at each turn of a demonstration where one of `noise_kinds` is possible.
     chat: a chat with tool calls instead of raw text.
+    compaction: how a chat makes room where `task.compact_room` asks for it: 'drop' (older answers of the tool), 'summary', or ''.
     noise_kinds: mistakes of demonstrations, drawn uniformly among the possible ones: 'order' (an operation whose turn it is not, so that
       the value changes), 'early' (answers with the first number though operations are left), 'digit' (one digit miscopied).
   """
@@ -127,7 +128,7 @@ class Calculator(base.Environment):
       self, *, min_operations: int = 2, max_operations: int = 3, min_operand: int = 10, max_operand: int = 99, operators: str = '+-*',
       parentheses: float = 0.0, max_value: int = 9999, max_malformed: int = 2, max_calls: int = 12, test_share: float = 0.1,
       demonstration_noise: float = 0.3, noise_kinds: Sequence[str] = ('order', 'early'),
-      chat: bool = False,
+      chat: bool = False, compaction: str = 'drop',
   ):
     base.check_range('min_operations', min_operations, 1, 8)
     base.check_range('max_operations', max_operations, min_operations, 8)
@@ -145,6 +146,8 @@ class Calculator(base.Environment):
       raise ValueError(f'noise_kinds must be a list of one or more of {", ".join(NOISE_KINDS)}, got {noise_kinds!r}.')
     if not isinstance(chat, bool):
       raise ValueError(f'chat must be True or False, got {chat!r}.')
+    compaction_lib.check_way('compaction', compaction)
+    self.compaction = compaction if chat else ''  # Raw text has no messages to leave out.
     if chat:
       self.conversation, self.tools, self.stop_strings = 'chat', (TOOL,), ()
     self.operations = (min_operations, max_operations)
@@ -185,6 +188,7 @@ class Calculator(base.Environment):
     return expression
 
   def reset(self, task: base.Task) -> base.Observation:
+    self.begin_episode()
     self._expression = list(task.data['expression'])
     self._answer = int(task.data['answer'])
     self._metrics = dict.fromkeys(self.metric_names, 0.0) | {'operations': float(task.data['operations'])}
@@ -220,6 +224,8 @@ class Calculator(base.Environment):
   def step_calls(self, calls: Sequence[ToolCall | ToolCallError], text: str) -> base.StepResult:
     if self._expression is None:
       raise RuntimeError('step_calls was called without a running episode; call reset first.')
+    if (shorter := self.take_summary(text)) is not None:
+      return base.StepResult(shorter, metrics=dict(self._metrics))
     if not calls:
       answer = _CHAT_ANSWER.fullmatch(text[text.rfind('Answer: '):]) if 'Answer: ' in text else None
       if answer:
