@@ -5,12 +5,14 @@ import concurrent.futures
 import inspect
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from sao_jax import environments
 from sao_jax.environments import base, reasoning_gym
+from sao_jax.graders import pool
 
 SMALL = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=2)
 
@@ -177,7 +179,10 @@ ATTACKS = (
     '1' * 499, '1' * 400 + 'x', '9' * 10**6, 'lambda: 0', '\\', "f'{1}'")
 
 
-@pytest.mark.parametrize('dataset', sorted(reasoning_gym.GUARDS))
+EVALUATED = sorted({'binary_matrix', 'spiral_matrix', 'countdown', 'puzzle24', 'n_queens', 'string_insertion'})
+
+
+@pytest.mark.parametrize('dataset', EVALUATED)
 def test_scorers_that_evaluate_see_nothing_dangerous(dataset, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   environment = make(dataset, extraction='whole')
@@ -192,7 +197,7 @@ def test_scorers_that_evaluate_see_nothing_dangerous(dataset, tmp_path, monkeypa
 
 
 def test_every_evaluating_scorer_of_the_library_is_known():
-  """By the sources of the installed library: a data set whose scorer calls eval, exec, sympify or parse_expr is guarded or refused."""
+  """By the sources of the installed library: a data set whose scorer calls eval, exec, sympify or parse_expr is guarded."""
   from reasoning_gym.factory import DATASETS  # Not at the top: the library is optional.
   evaluating = set()
   for name, (cls, _) in DATASETS.items():
@@ -203,17 +208,119 @@ def test_every_evaluating_scorer_of_the_library_is_known():
         if calls & {'eval', 'exec', 'sympify', 'parse_expr'}:
           evaluating.add(name)
   assert len(evaluating) > 5
-  known = set(reasoning_gym.GUARDS) | set(reasoning_gym.REFUSED)
-  assert evaluating - known == {'bitwise_arithmetic', 'number_sorting'}  # They evaluate the question and the right answer, not the reply.
-  assert known <= evaluating
+  assert evaluating - set(reasoning_gym.GUARDS) == {'bitwise_arithmetic', 'number_sorting'}  # They evaluate what is not the reply.
+  assert set(reasoning_gym.GUARDS) - evaluating == {'coin_flip', 'complex_arithmetic', 'game_of_life_halting', 'rubiks_cube', 'rush_hour'}
+  assert set(reasoning_gym.SYMBOLIC) <= evaluating and set(reasoning_gym.UNREADABLE) <= set(DATASETS)
+
+
+def test_formulas_are_worked_out_in_a_process_with_limits(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  processes = pool.Pool(
+      size=1, time_limit_s=1.0, memory_mb=2048, wait_limit_s=60.0, service='sao_jax.environments.reasoning_gym_service')
+  monkeypatch.setattr(reasoning_gym, '_processes', lambda: processes)
+  try:
+    for dataset in reasoning_gym.SYMBOLIC:
+      environment = make(dataset, extraction='whole')
+      task = environment.sample_task(1, 'train', 0)
+      right = environment.demonstration(task, np.random.default_rng(0))[0]
+      assert score(environment, task, right).metrics['success'] == 1.0
+      assert score(environment, task, f'{right} + x*y').metrics == {'success': 0.0, 'score': 0.0, 'answered': 1.0, 'rejected': 0.0}
+      for attack in (*ATTACKS[:4], "S('x')", 'x.func', 'getattr(x)', 'x if x else x', 'lambda x: x', '[x for x in x]', 'x' * 501, '(' * 30 + ')' * 30):
+        assert score(environment, task, attack).metrics['rejected'] == 1.0, attack
+    with pytest.raises(base.GraderTimeout):
+      score(environment, task, '9**9**9**9')
+    assert score(environment, task, right).metrics['success'] == 1.0  # By another process.
+  finally:
+    processes.close()
+  assert not list(tmp_path.iterdir())
+
+
+# --- Every data set ------------------------------------------------------------------------------------------------------------
+
+EVERY = 105  # Data sets of reasoning-gym 0.1.25, besides 'composite'.
+HOSTILE = (
+    '', 'nan', '1e999999999', '9e9999999/7', 'F999999999', 'F ' * 5000, '9**9**9', '(' * 2000, '{}', '[[1,2],[3]]', '-1', '1/0', '\x00',
+    '9' * 9999, 'a ' * 5000, '[{"x": "move(box_red, square[9.5, 9.5])"}]', '\ud800', 'm' * 300 + '^', '{"a":' * 1500)
+TIME_LIMIT_S = 2.0  # For one answer, on a machine that is busy.
+
+
+def composite(*names, weight=1.0):
+  return dict(dataset='composite', params={'datasets': [{'name': name, 'weight': weight, 'config': {}} for name in names]})
+
+
+def all_datasets():
+  from reasoning_gym.factory import DATASETS
+  return sorted(set(DATASETS) - {'composite'})
+
+
+@pytest.mark.parametrize('part', range(8))
+def test_every_data_set_works(part):
+  """Item, right answer where the library names one, wrong and hostile answers: each quick, none a failure, none right by accident."""
+  names = all_datasets()
+  assert len(names) == EVERY
+  for name in names[part::8]:
+    environment = make(name, extraction='whole')
+    task = environment.sample_task(0, 'train', 0)
+    assert task == make(name, extraction='whole').sample_task(0, 'train', 0)
+    question = environment.reset(task).messages[-1]['content']
+    assert question == task.data['question'] and 0 < len(question) < 20_000, name
+    assert environment._entry['metadata']['source_dataset'] == name  # What a composite, and the guards, go by.
+    best = 0.0
+    try:
+      right = environment.demonstration(task, np.random.default_rng(0))[0]
+    except ValueError:
+      assert name in ('boxnet', 'graph_color', 'propositional_logic', 'rubiks_cube', 'rush_hour'), name
+    else:
+      best = environment.step(right).reward
+      assert best == 1.0, (name, right)
+    symbolic = name in reasoning_gym.SYMBOLIC
+    for answer in HOSTILE:
+      environment.reset(task)
+      start = time.monotonic()
+      result = environment.step(answer if not symbolic else answer.replace('9**9**9', '9 + 9'))
+      assert time.monotonic() - start < TIME_LIMIT_S + 60 * symbolic, (name, answer[:20])  # The first one starts a process.
+      assert result.terminated and 0.0 <= result.reward <= 1.0 and result.metrics['success'] == 0.0, (name, answer[:20])
+
+
+@pytest.mark.parametrize('dataset', reasoning_gym.REUSED)
+def test_a_data_set_that_is_kept_makes_the_same_items(dataset):
+  kept = make(dataset)
+  for seed in (7, 2**31 - 1):
+    fresh = reasoning_gym._create(dataset, {'seed': seed, 'size': 1})[0]
+    item = kept._item(seed)
+    assert (item['question'], item['answer']) == (fresh['question'], fresh['answer'])
+
+
+def test_a_composite_treats_each_item_as_its_data_set_does():
+  environment = environments.make('reasoning_gym', **composite('chain_sum', 'puzzle24', 'prime_factorization'), extraction='whole')
+  seen = {}
+  for index in range(12):
+    task = environment.sample_task(index, 'train', 0)
+    right = environment.demonstration(task, np.random.default_rng(0))[0]
+    assert score(environment, task, right).metrics['success'] == 1.0
+    environment.reset(task)
+    name = environment._entry['metadata']['source_dataset']
+    seen[name] = environment.step("open('owned', 'w')").metrics['rejected']
+  assert seen == {'chain_sum': 0.0, 'puzzle24': 1.0, 'prime_factorization': 1.0}
+
+
+def test_an_answer_that_a_scorer_cannot_read_scores_0_and_any_other_error_is_a_failure(monkeypatch):
+  environment = make('prime_factorization', extraction='whole')
+  task = environment.sample_task(0, 'train', 0)
+  assert score(environment, task, 'two times three').metrics == {'success': 0.0, 'score': 0.0, 'answered': 1.0, 'rejected': 1.0}
+  monkeypatch.setattr(reasoning_gym, 'UNREADABLE', {})
+  with pytest.raises(base.GraderError, match='prime_factorization raised ValueError'):
+    score(environment, task, 'two times three')
 
 
 # --- Settings ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('settings,message', [
-    (dict(dataset='chain_sums'), 'Unknown data set.*chain_sum,'), (dict(dataset='composite'), 'Unknown data set'),
-    (dict(dataset='simple_integration'), 'Python code'), (dict(params={'terms': 3}), "Unknown parameter 'terms'.*max_terms"),
+    (dict(dataset='chain_sums'), 'Unknown data set.*chain_sum,'), (dict(dataset='composite'), "'datasets'"),
+    (dict(dataset='composite', params={'datasets': [{'name': 'gcd', 'weight': 1.0}]}), 'weight.*config'), (composite('gcd', 'gcd'), 'once'),
+    (composite('composite'), 'no other composite'), (composite('gcm'), 'Unknown data set'), (composite('gcd', weight=0.0), 'weight of gcd'),
+    (dict(params={'terms': 3}), "Unknown parameter 'terms'.*max_terms"),
     (dict(params={'seed': 3}), "Unknown parameter 'seed'"), (dict(params={'min_terms': 5, 'max_terms': 2}), 'rejects.*max_terms must be'),
     (dict(params={'min_terms': 'two'}), 'rejects'), (dict(extraction='boxed'), 'extraction must be'),
     (dict(reward='half'), 'reward must be'),

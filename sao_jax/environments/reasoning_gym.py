@@ -11,15 +11,21 @@ Answers. `extraction` says where the answer stands in the reply:
   'whole'        the whole reply
 each without surrounding blanks. A reply without an answer, or with one longer than `MAX_ANSWER`, scores 0 and is not shown to the scorer.
 
-Scorers that evaluate. Some scorers run the answer as Python code. What they get here matches a narrow pattern (`GUARDS`), or the answer
-scores 0; data sets whose answers cannot be narrowed down (`REFUSED`) are refused.
+Scorers that evaluate. Some scorers run the answer as Python code, others take for ever over a short one, or are fooled by it ('nan'). What
+they get here matches a narrow pattern (`GUARDS`), or the answer scores 0. Where even that may take long (`SYMBOLIC`), the scorer runs in a process of its own with
+limits of time and memory; running into them is a 'grader_timeout'.
 
-A scorer that raises, or gives no finite number, is a failure of the environment, never a reward of zero.
+Scorers that raise. A scorer that raises, or gives no finite number, is a failure of the environment ('grader_error'), never a reward of zero;
+but for those that are known to raise on an answer that they cannot read (`UNREADABLE`): there it scores 0 and counts as rejected.
+
+The data set 'composite' mixes others: params={'datasets': [{'name': 'chain_sum', 'weight': 1.0, 'config': {...}}, ...]}; an answer is
+treated as the data set of its item has it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import re
 import threading
@@ -28,6 +34,7 @@ from typing import Any, Mapping
 import numpy as np
 
 from sao_jax.environments import base
+from sao_jax.graders import pool
 
 MAX_ANSWER = 10_000  # Characters.
 MAX_GUARDED = 500  # Characters of an answer that a scorer evaluates.
@@ -37,18 +44,37 @@ DEFAULT_SYSTEM = 'Answer the question. Write the final answer, and nothing else,
 
 _LISTS = re.compile(r'[0-9\[\], \n-]*')
 _ARITHMETIC = re.compile(r'(?:[0-9+\-/() ]|\*(?! *\*))*')  # No power: '9**9**9' takes for ever.
-GUARDS = {  # Data sets whose scorer evaluates the answer (reasoning-gym 0.1.25): what it may look like.
+_FUNCTIONS = (
+    'sin', 'cos', 'tan', 'sec', 'csc', 'cot', 'asin', 'acos', 'atan', 'sinh', 'cosh', 'tanh', 'exp', 'log', 'ln', 'sqrt', 'pi', 'Abs')
+_FORMULA = re.compile(  # Nothing in it but numbers, signs, letters and functions: no attribute, no text, no other name.
+    r'(?:[ \n+\-*/(),]|[0-9]+(?:\.[0-9]+)?|(?<![A-Za-z0-9])(?:%s|[A-Za-z])(?![A-Za-z0-9]))*' % '|'.join(_FUNCTIONS))
+_MOVE = r'[A-Za-z][+-][0-9]{1,2}'
+_CUBE_MOVE = r"[0-9]?[LRDUBFXYZMES]w?'?[0-9]?"
+SYMBOLIC = ('intermediate_integration', 'polynomial_multiplication', 'simple_integration')
+GUARDS = {  # Data sets whose scorer evaluates the answer, takes for ever over it or is fooled (reasoning-gym 0.1.25): what it may look like.
     'binary_matrix': _LISTS,
     'spiral_matrix': _LISTS,
     'countdown': _ARITHMETIC,
     'puzzle24': _ARITHMETIC,
     'n_queens': re.compile(r"[Q_\[\]'\", \n]*"),
     'string_insertion': re.compile(r"[A-Z\[\]'\", \n]*"),
+    **dict.fromkeys(SYMBOLIC, _FORMULA),
+    'complex_arithmetic': re.compile(r'[0-9ij+\-., ()]*'),  # 'nan' is as near as can be to every number.
+    'game_of_life_halting': re.compile(r'(?i:true|false)'),  # Whatever is not 'True' counts as 'False'.
+    'rush_hour': re.compile(r'\s*(?:%s(?:[\s,]+|$))*' % _MOVE),  # 'F999999999' is driven step by step.
+    'coin_flip': re.compile(r'[+-]?[0-9.,]{1,40}(?:/[0-9.,]{1,40}|e-?[0-9]{1,2})?'),  # '1e999999999' is worked out as a fraction.
+    'rubiks_cube': re.compile(r'\s*(?:%s(?:\s+|$))*' % _CUBE_MOVE),  # 'F999999999' is written out.
 }
-REFUSED = ('intermediate_integration', 'polynomial_multiplication', 'simple_integration')  # Their scorers evaluate symbolic answers.
+UNREADABLE = {  # Errors by which a scorer says that it cannot read an answer.
+    'boxnet': (AttributeError, IndexError, KeyError, TypeError, ValueError),  # Also moves off the board.
+    'game_of_life': (KeyError, TypeError),
+    'prime_factorization': (ValueError,),
+}
+REUSED = ('arc_agi', 'codeio', 'figlet_font', 'group_anagrams')  # Slow to make; item i of a data set of seed 0 is item 0 of one of seed i.
+SCORE_LIMIT_S, SCORE_MEMORY_MB, SCORE_PROCESSES = 5.0, 2048, 2
 
 _NUMBER = re.compile(r'(?:(?<![0-9)])-)?[0-9][0-9,]*(?:\.[0-9]+)?')  # In '12-7' and '(3)-4' the minus is no sign.
-_local = threading.local()  # Scoring data sets of this thread, by (name, parameters).
+_local = threading.local()  # Data sets of this thread that are kept, by (name, parameters).
 
 
 class ReasoningGym(base.Environment):
@@ -66,7 +92,7 @@ class ReasoningGym(base.Environment):
 
   Raises:
     ImportError: when reasoning-gym is not installed.
-    ValueError: on an unknown data set, extraction or parameter, and on data sets in `REFUSED`.
+    ValueError: on an unknown data set, extraction or parameter.
   """
 
   name = 'reasoning_gym'
@@ -104,6 +130,8 @@ class ReasoningGym(base.Environment):
     raise ValueError(f'200 items of {self.dataset} hold no question of the {split} split: too few different questions; widen its params.')
 
   def _item(self, item_seed: int) -> dict[str, Any]:
+    if self.dataset in REUSED:
+      return _kept(self.dataset, self.params, 2**31)[item_seed]
     return _create(self.dataset, {**self.params, 'seed': item_seed, 'size': 1})[0]
 
   def reset(self, task: base.Task) -> base.Observation:
@@ -119,23 +147,24 @@ class ReasoningGym(base.Environment):
       raise RuntimeError('step was called without a running episode; call reset first.')
     entry, self._entry = self._entry, None
     answer = extract_answer(action, self.extraction)
-    answered, score = answer is not None and 0 < len(answer) <= MAX_ANSWER, 0.0
-    accepted = answered and is_safe(self.dataset, answer)
-    if accepted:
+    answered, score = answer is not None and 0 < len(answer) <= MAX_ANSWER, None
+    if answered and is_safe(entry['metadata']['source_dataset'], answer):
       score = self._score(answer, entry)
-    success = float(score >= self.success_threshold)
-    metrics = {'success': success, 'score': score, 'answered': float(answered), 'rejected': float(answered and not accepted)}
-    return base.StepResult(reward=success if self.reward == 'success' else score, terminated=True, metrics=metrics)
+    success = float(score is not None and score >= self.success_threshold)
+    metrics = {'success': success, 'score': score or 0.0, 'answered': float(answered), 'rejected': float(answered and score is None)}
+    return base.StepResult(reward=success if self.reward == 'success' else score or 0.0, terminated=True, metrics=metrics)
 
-  def _score(self, answer: str, entry: dict[str, Any]) -> float:
-    scorers = _local.__dict__.setdefault('scorers', {})
-    key = (self.dataset, repr(sorted(self.params.items())))
+  def _score(self, answer: str, entry: dict[str, Any]) -> float | None:
+    """Score of an answer, None where the scorer says that it cannot read it."""
+    name = entry['metadata']['source_dataset']
+    if name in SYMBOLIC:
+      return _score_in_process(name, answer, entry)
     try:
-      if key not in scorers:
-        scorers[key] = _create(self.dataset, {**self.params, 'seed': 0, 'size': 1})
-      return float(scorers[key].score_answer(answer, entry))
+      return float(_kept(self.dataset, self.params, 1).score_answer(answer, entry))
+    except UNREADABLE.get(name, ()):
+      return None
     except Exception as error:  # The library's own fault, whatever it raises.
-      raise base.EnvironmentFailure(f'The scorer of {self.dataset} raised {error!r}.') from error
+      raise base.GraderError(f'The scorer of {name} raised {error!r}.') from error
 
   def demonstration(self, task: base.Task, rng: np.random.Generator) -> list[str]:
     """The right answer in the form that `extraction` looks for, without any reasoning. Raises ValueError where the item names none."""
@@ -186,23 +215,69 @@ def _library(module: str = 'reasoning_gym.factory') -> Any:
 
 def _create(dataset: str, params: Mapping[str, Any]) -> Any:
   _library('reasoning_gym')
+  if dataset == 'composite':
+    spec = _library('reasoning_gym.composite').DatasetSpec
+    params = {**params, 'datasets': [spec(**part) for part in params['datasets']]}
   return _library().create_dataset(dataset, **params)
 
 
+def _kept(dataset: str, params: Mapping[str, Any], size: int) -> Any:
+  """The data set of seed 0 that this thread keeps."""
+  kept = _local.__dict__.setdefault('kept', {})
+  key = (dataset, repr(sorted(params.items())), size)
+  if key not in kept:
+    kept[key] = _create(dataset, {**params, 'seed': 0, 'size': size})
+  return kept[key]
+
+
+@functools.lru_cache(maxsize=1)
+def _processes() -> pool.Pool:
+  """Scoring processes that all environments share; they end with this process."""
+  return pool.Pool(
+      size=SCORE_PROCESSES, time_limit_s=SCORE_LIMIT_S, memory_mb=SCORE_MEMORY_MB, wait_limit_s=60.0,
+      service='sao_jax.environments.reasoning_gym_service')
+
+
+def _score_in_process(dataset: str, answer: str, entry: Mapping[str, Any]) -> float:
+  metadata = {name: value for name, value in entry['metadata'].items() if isinstance(value, str)}
+  verdict, reason = _processes().ask({'dataset': dataset, 'answer': answer, 'entry': {'answer': entry['answer'], 'metadata': metadata}})
+  if verdict == 'grader_timeout':
+    raise base.GraderTimeout(reason)
+  if verdict == 'grader_error':
+    raise base.GraderError(f'The scorer of {dataset} failed: {reason}')
+  return float(reason)
+
+
 def _check_dataset(dataset: str, params: Mapping[str, Any]) -> None:
-  """Raises ValueError for an unknown or refused data set, unknown parameters, and values that the library rejects."""
+  """Raises ValueError for an unknown data set, unknown parameters, and values that the library rejects."""
   _library('reasoning_gym')
   known = _library().DATASETS
-  if dataset not in known or dataset == 'composite':
-    raise ValueError(f'Unknown data set {dataset!r} of reasoning-gym; known: {", ".join(sorted(set(known) - {"composite", *REFUSED}))}.')
-  if dataset in REFUSED:
-    raise ValueError(f'The scorer of {dataset} evaluates the answers of the policy as Python code, which this process must not do.')
+  if dataset not in known:
+    raise ValueError(f'Unknown data set {dataset!r} of reasoning-gym; known: {", ".join(sorted(known))}.')
   config_class = known[dataset][1]
   names = {field.name for field in dataclasses.fields(config_class)} - {'seed', 'size'}
   unknown = sorted(set(params) - names)
   if unknown:
     raise ValueError(f'Unknown parameter {unknown[0]!r} of the data set {dataset}; known: {", ".join(sorted(names))}.')
+  if dataset == 'composite':
+    _check_parts(params.get('datasets'))
   try:
-    config_class(**params, seed=0, size=1).validate()
+    if dataset != 'composite':
+      getattr(config_class(**params, seed=0, size=1), 'validate', lambda: None)()  # Not all of them have it.
   except (AssertionError, TypeError, ValueError) as error:
     raise ValueError(f'reasoning-gym rejects the parameters {dict(params)} of {dataset}: {error}') from error
+
+
+def _check_parts(parts: Any) -> None:
+  """Raises ValueError unless `parts` are the data sets of a composite."""
+  fields = {'name', 'weight', 'config'}
+  if not isinstance(parts, (list, tuple)) or not parts or not all(isinstance(p, Mapping) and set(p) == fields for p in parts):
+    raise ValueError(
+        "The data set 'composite' needs params={'datasets': [{'name': ..., 'weight': ..., 'config': {...}}, ...]}, got datasets="
+        f'{parts!r:.200}.')
+  names = [part['name'] for part in parts]
+  if len(set(names)) < len(names) or 'composite' in names:
+    raise ValueError(f'A composite takes each data set once, and no other composite; got {", ".join(map(str, names))}.')
+  for part in parts:
+    base.check_range(f'weight of {part["name"]}', part['weight'], 1e-9, 1e9)
+    _check_dataset(part['name'], dict(part['config']))

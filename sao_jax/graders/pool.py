@@ -26,7 +26,7 @@ MAX_FRAME = 65_536
 MAX_ITEMS = 2_000  # Items after which a worker is replaced: caches grow.
 _BOOT = (
     'import json, sys; sys.path[:] = json.loads(sys.argv[1]); from sao_jax.graders import worker; '
-    'worker.main(int(sys.argv[2]), int(sys.argv[3]))')
+    'worker.main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])')
 
 
 class WorkerDied(Exception):
@@ -44,11 +44,12 @@ class TimeUp(Exception):
 class _Worker:
   """One process and its pipes. Owned by one thread at a time."""
 
-  def __init__(self, memory_mb: int):
+  def __init__(self, memory_mb: int, service: str):
     lifeline, self._lifeline = os.pipe()
     try:
       self._process = subprocess.Popen(
-          [sys.executable, '-I', '-B', '-c', _BOOT, json.dumps([path or os.getcwd() for path in sys.path]), str(lifeline), str(memory_mb)],
+          [sys.executable, '-I', '-B', '-c', _BOOT, json.dumps([path or os.getcwd() for path in sys.path]), str(lifeline), str(memory_mb),
+           service],
           stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=(lifeline,), cwd='/', env=_environment(),
           start_new_session=True)
     except BaseException:
@@ -132,9 +133,13 @@ class Pool:
     time_limit_s: wall time of one item, from its arrival at a worker; also its limit of CPU time.
     memory_mb: address space of a worker.
     wait_limit_s: how long a call waits for a free worker.
+    service: module that grades in a worker, see `worker`.
   """
 
-  def __init__(self, *, size: int, time_limit_s: float, memory_mb: int, wait_limit_s: float):
+  def __init__(
+      self, *, size: int, time_limit_s: float, memory_mb: int, wait_limit_s: float, service: str = 'sao_jax.graders.symbolic_service',
+  ):
+    self._service = service
     self._size = size or len(os.sched_getaffinity(0))
     self._time_limit_s, self._memory_mb, self._wait_limit_s = time_limit_s, memory_mb, wait_limit_s
     self._condition = threading.Condition()
@@ -151,7 +156,11 @@ class Pool:
 
   def grade(self, gold: str, response: str) -> tuple[str, str]:
     """(verdict, reason) of a pair of answers."""
-    request = {'gold': gold, 'response': response, 'cpu_s': self._time_limit_s}
+    return self.ask({'gold': gold, 'response': response})
+
+  def ask(self, request: dict[str, Any]) -> tuple[str, str]:
+    """(verdict, reason) of what the service makes of a request; 'grader_timeout' and 'grader_error' where there is no answer."""
+    request = {**request, 'cpu_s': self._time_limit_s}
     for last in (False, True):
       try:
         worker = self._take()
@@ -197,7 +206,7 @@ class Pool:
       self._count += 1
     worker = None
     try:
-      worker = _Worker(self._memory_mb)
+      worker = _Worker(self._memory_mb, self._service)
       with self._condition:
         self._alive.add(worker)
         closed = self._closed

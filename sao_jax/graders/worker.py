@@ -1,11 +1,14 @@
-"""A grading process: reads pairs of answers from a pipe, writes verdicts to another. Started by `pool`, never imported by it.
+"""A grading process: reads requests from a pipe, writes verdicts to another. Started by `pool`, never imported by it.
 
-Frames are four bytes of length (big-endian) and JSON. It ends when its input ends, when its lifeline closes (the parent is gone, whatever
-this process is doing), at its limits of CPU time and memory, or when it is killed.
+What grades is a service: a module with `prepare()`, called once before any limit holds, and `answer(request)`, which gives {'verdict',
+'reason'} for a request and raises nothing but what ends a process. Frames are four bytes of length (big-endian) and JSON. A process ends
+when its input ends, when its lifeline closes (the parent is gone, whatever this process is doing), at its limits of CPU time and memory, or
+when it is killed.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
@@ -19,7 +22,7 @@ HEADER = struct.Struct('>I')
 CPU_ALLOWANCE_S = 1.0  # Beyond the item's own limit: for the work around it.
 
 
-def main(lifeline: int, memory_mb: int) -> None:
+def main(lifeline: int, memory_mb: int, module: str) -> None:
   """Serves until its input ends. `lifeline` is the read end of a pipe whose write end the parent alone holds."""
   _follow_parent(lifeline)
   output = os.fdopen(os.dup(1), 'wb', buffering=0)
@@ -28,31 +31,15 @@ def main(lifeline: int, memory_mb: int) -> None:
     os.dup2(null, descriptor)
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business.
   sys.setrecursionlimit(4000)
-  import latex2sympy2_extended  # noqa: F401 (loaded before the clock of the first item runs)
-  import math_verify  # noqa: F401
-  from sao_jax.graders import symbolic
-  symbolic.decide(r'\sqrt{2}', r'2^{1/2}')  # Fills the parser's tables.
+  service = importlib.import_module(module)
+  service.prepare()
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
   resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
   resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
   write(output, {'ready': os.getpid()})
   while (request := read(sys.stdin.buffer)) is not None:
     _limit_cpu(request['cpu_s'])
-    write(output, _answer(symbolic, request))
-
-
-def _answer(symbolic: Any, request: dict[str, Any]) -> dict[str, str]:
-  from sao_jax.graders.arithmetic import TooLarge
-  try:
-    return {'verdict': 'right' if symbolic.decide(request['gold'], request['response']) else 'wrong', 'reason': 'algebra'}
-  except TooLarge as error:
-    return {'verdict': 'grader_timeout', 'reason': f'not worked out: {error}'}
-  except MemoryError:
-    return {'verdict': 'grader_timeout', 'reason': 'memory limit'}
-  except RecursionError:
-    return {'verdict': 'grader_timeout', 'reason': 'recursion limit'}
-  except Exception as error:
-    return {'verdict': 'grader_error', 'reason': f'{type(error).__name__}: {str(error)[:200]}'}
+    write(output, service.answer(request))
 
 
 def _limit_cpu(seconds: float) -> None:
