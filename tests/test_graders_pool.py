@@ -12,7 +12,7 @@ import time
 import pytest
 
 from sao_jax import graders
-from sao_jax.graders import worker
+from sao_jax.graders import symbolic_service
 import graders_hostile
 import graders_table
 
@@ -118,7 +118,7 @@ def test_what_takes_too_long_is_ended_and_named_and_the_next_one_is_graded():
     grader.close()
 
 
-def test_memory_and_files_are_limited_and_running_out_is_a_timeout():
+def test_memory_and_files_are_limited_and_running_out_is_a_timeout(monkeypatch):
   grader = graders.make('math', workers=1, memory_mb=500)
   try:
     assert grader.grade(r'\sqrt{8}', r'2\sqrt{2}').verdict == 'right'
@@ -128,12 +128,8 @@ def test_memory_and_files_are_limited_and_running_out_is_a_timeout():
   finally:
     grader.close()
 
-  class Hungry:
-    @staticmethod
-    def decide(gold, response):
-      return [b'x' * (1 << 50)]
-
-  assert worker._answer(Hungry, {'gold': '1', 'response': '2'}) == {'verdict': 'grader_timeout', 'reason': 'memory limit'}
+  monkeypatch.setattr(symbolic_service.symbolic, 'decide', lambda gold, response: [b'x' * (1 << 50)])
+  assert symbolic_service.answer({'gold': '1', 'response': '2'}) == {'verdict': 'grader_timeout', 'reason': 'memory limit'}
 
 
 def test_a_killed_worker_is_replaced_once_then_told():

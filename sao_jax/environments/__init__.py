@@ -11,9 +11,11 @@ from sao_jax.environments.base import AsyncEnvironment, Environment, Environment
 REGISTRY = {  # name -> (module, class)
     'ask': ('sao_jax.environments.ask', 'Ask'),
     'calculator': ('sao_jax.environments.calculator', 'Calculator'),
+    'gymnasium': ('sao_jax.environments.gymnasium', 'TextGame'),
     'question_answer': ('sao_jax.environments.question_answer', 'QuestionAnswer'),
     'reasoning_gym': ('sao_jax.environments.reasoning_gym', 'ReasoningGym'),
     'scripted': ('sao_jax.environments.scripted', 'Scripted'),
+    'style_shift': ('sao_jax.environments.style_shift', 'StyleShift'),
 }
 
 __all__ = [
