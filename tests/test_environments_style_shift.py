@@ -1,7 +1,6 @@
 """Writing requests whose rewarded style changes: checkers, phases, and the environment."""
 
 import itertools
-import types
 
 import numpy as np
 import pytest
@@ -114,7 +113,8 @@ def test_the_reward_is_the_product_of_quality_and_style():
 
 
 def turn(*versions):
-  return types.SimpleNamespace(versions=versions)
+  return base.SampledTurn(
+      prompt_ids=(1,), ids=(2,) * len(versions), log_probs=(-1.0,) * len(versions), versions=versions, text='x', stop_reason='stop')
 
 
 def test_phases_by_version_go_by_the_oldest_token_of_the_answer():

@@ -16,6 +16,7 @@ REGISTRY = {  # name -> (module, class)
     'reasoning_gym': ('sao_jax.environments.reasoning_gym', 'ReasoningGym'),
     'scripted': ('sao_jax.environments.scripted', 'Scripted'),
     'style_shift': ('sao_jax.environments.style_shift', 'StyleShift'),
+    'verifiers': ('sao_jax.environments.verifiers', 'Verifiers'),
 }
 
 __all__ = [

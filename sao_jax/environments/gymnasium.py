@@ -6,7 +6,8 @@ registered with the library (`id`) or made by a function of yours (`make`), whic
 
 Observations are texts, or are made into texts by `show`. Actions are texts, names of values (`actions`), or whatever `parse` makes of a
 text. Where there are names or a parser, an action that is none is answered by an observation that says so, and the game does not move; the
-`max_invalid`-th one ends the episode (terminated, reward 0). Otherwise every text goes to the game, and what is wrong with it is the game's own business.
+`max_invalid`-th one ends the episode (terminated, reward 0). Otherwise every text goes to the game, and what is wrong with it is the
+game's own business.
 
 The game's rewards are those of the turns; its `terminated` and `truncated` stay apart. What it raises is a failure of the environment.
 A task is a seed for `reset`: even numbers for training, odd ones for the test split, so that the splits never meet.

@@ -6,7 +6,8 @@ itself, which a text cannot contain by intent; the reply must be exactly one JSO
 nothing else counts. A judge can still be fooled; where that matters, look at what it rewards.
 
 Failures are never a verdict: no reply in time is a `GraderTimeout`; a refusal, a reply that is none, or an endpoint that stays broken after
-all tries is a `GraderError`. Tries again, with growing pauses, follow on lost connections, status 408, 429 and 5xx, and replies of the wrong form.
+all tries is a `GraderError`. Lost connections, status 408, 429 and 5xx, and replies of the wrong form are tried again, after pauses that
+grow.
 """
 
 from __future__ import annotations
@@ -66,12 +67,13 @@ class ChatJudge:
         ('timeout_s', timeout_s, 0.01, 3600.0), ('total_timeout_s', total_timeout_s, 0.01, 36000.0), ('tries', tries, 1, 100),
         ('backoff_s', backoff_s, 0.0, 30.0), ('max_tokens', max_tokens, 1, 100_000), ('temperature', temperature, 0.0, 2.0)):
       base.check_range(f'judge: {name}', value, low, high)
-    if api_key_env and not os.environ.get(api_key_env):
+    key = os.environ.get(api_key_env) if api_key_env else ''
+    if key is None or api_key_env and not key:
       raise ValueError(f'judge: the environment variable {api_key_env!r} (api_key_env) is not set.')
     self._url = base_url.rstrip('/') + '/chat/completions'
     self._headers = {'Content-Type': 'application/json'}
-    if api_key_env:
-      self._headers['Authorization'] = f'Bearer {os.environ[api_key_env]}'
+    if key:
+      self._headers['Authorization'] = f'Bearer {key}'
     self._model, self._max_tokens, self._temperature = model, max_tokens, temperature
     self._timeout_s, self._total_timeout_s, self._tries, self._backoff_s = timeout_s, total_timeout_s, tries, backoff_s
     self._closed = threading.Event()
@@ -96,7 +98,8 @@ class ChatJudge:
       if number + 1 < self._tries and (time.monotonic() + pause_s >= deadline or self._closed.wait(pause_s)):
         break
       pause *= 2
-    raise (base.GraderTimeout if timed_out else base.GraderError)(f'The judge gave no verdict after {number + 1} tries; the last: {problem:.300}')
+    failure = base.GraderTimeout if timed_out else base.GraderError
+    raise failure(f'The judge gave no verdict after {number + 1} tries; the last: {problem:.300}')
 
   def _post(self, body: bytes, deadline: float) -> str:
     """Content of the reply's message. Raises TimeoutError, _TryAgain, GraderError, OSError."""

@@ -12,11 +12,11 @@ Answers. `extraction` says where the answer stands in the reply:
 each without surrounding blanks. A reply without an answer, or with one longer than `MAX_ANSWER`, scores 0 and is not shown to the scorer.
 
 Scorers that evaluate. Some scorers run the answer as Python code, others take for ever over a short one, or are fooled by it ('nan'). What
-they get here matches a narrow pattern (`GUARDS`), or the answer scores 0. Where even that may take long (`SYMBOLIC`), the scorer runs in a process of its own with
-limits of time and memory; running into them is a 'grader_timeout'.
+they get here matches a narrow pattern (`GUARDS`), or the answer scores 0. Where even that may take long (`SYMBOLIC`), the scorer runs in a
+process of its own with limits of time and memory; running into them is a 'grader_timeout'.
 
-Scorers that raise. A scorer that raises, or gives no finite number, is a failure of the environment ('grader_error'), never a reward of zero;
-but for those that are known to raise on an answer that they cannot read (`UNREADABLE`): there it scores 0 and counts as rejected.
+Scorers that raise. A scorer that raises, or gives no finite number, is a failure of the environment, never a reward of zero; but for those
+that are known to raise on an answer that they cannot read (`UNREADABLE`): there it scores 0 and counts as rejected.
 
 The data set 'composite' mixes others: params={'datasets': [{'name': 'chain_sum', 'weight': 1.0, 'config': {...}}, ...]}; an answer is
 treated as the data set of its item has it.
@@ -51,7 +51,7 @@ _FORMULA = re.compile(  # Nothing in it but numbers, signs, letters and function
 _MOVE = r'[A-Za-z][+-][0-9]{1,2}'
 _CUBE_MOVE = r"[0-9]?[LRDUBFXYZMES]w?'?[0-9]?"
 SYMBOLIC = ('intermediate_integration', 'polynomial_multiplication', 'simple_integration')
-GUARDS = {  # Data sets whose scorer evaluates the answer, takes for ever over it or is fooled (reasoning-gym 0.1.25): what it may look like.
+GUARDS = {  # What an answer may look like, where its scorer evaluates it, takes for ever or is fooled (reasoning-gym 0.1.25).
     'binary_matrix': _LISTS,
     'spiral_matrix': _LISTS,
     'countdown': _ARITHMETIC,

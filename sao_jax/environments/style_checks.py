@@ -1,6 +1,6 @@
 """Deterministic checks of short English prose: is it a proper answer about its topic, and is it in one of four styles.
 
-Styles (of the online-learning experiment of the SAO paper): academic, cute, chuunibyou (grandiose talk of dark powers), classical (archaic).
+Styles, those of the paper's online-learning experiment: academic, cute, chuunibyou (grandiose talk of dark powers), classical (archaic).
 A text is in a style when
 
     it has enough different marker words of it: two, and one more for every 25 words beyond the first 25,
@@ -21,15 +21,18 @@ MAX_TEXT = 4_000  # Characters; a longer text is neither proper nor in a style.
 _words = lambda text: frozenset(text.split())
 MARKERS = {
     'academic': _words(
-        'we thus hence therefore moreover furthermore consequently observe observed evidence suggests suggest indicates analysis study studies '
-        'significant hypothesis whereas empirical results data notably respectively demonstrate demonstrates literature theory'),
+        'we thus hence therefore moreover furthermore consequently observe observed evidence suggests suggest indicates '
+        'analysis study studies significant hypothesis whereas empirical results data notably respectively demonstrate '
+        'demonstrates literature theory'),
     'cute': _words(
-        'tiny fluffy cuddly sweet little cutie yay aww hug hugs snuggle snuggly sparkly adorable teeny bunny kitty softest giggle cozy yummy'),
+        'tiny fluffy cuddly sweet little cutie yay aww hug hugs snuggle snuggly sparkly adorable teeny bunny kitty '
+        'softest giggle cozy yummy'),
     'chuunibyou': _words(
-        'abyss darkness sealed seal fate destiny forbidden eternal crimson awaken awakens power behold curse cursed shadow shadows doom void '
-        'chosen mortals mortal demon oblivion vengeance'),
+        'abyss darkness sealed seal fate destiny forbidden eternal crimson awaken awakens power behold curse cursed '
+        'shadow shadows doom void chosen mortals mortal demon oblivion vengeance'),
     'classical': _words(
-        "thou thee thy thine doth hath o lo ere whence hither verily methinks 'twas o'er alas art shalt hast beauteous wherefore nay yonder"),
+        "thou thee thy thine doth hath o lo ere whence hither verily methinks 'twas o'er alas art shalt hast beauteous "
+        "wherefore nay yonder"),
 }
 _CUTE_SIGNS = r'[~\u2661\u2665]|<3|\(\^[_.o]?\^\)|\^\^|\(=\^'
 _CONTRACTION = r"\b\w+(?:n't|'re|'ll|'ve|'m|'d)\b"

@@ -1,20 +1,20 @@
 r"""Writing requests whose rewarded style changes in phases: the online-learning simulation of the SAO paper.
 
-The policy is asked to write about a topic. Its answer is judged on quality (0 or 1: a proper answer about the topic) and on style (0 or 1: the
-style that counts now), and the reward is their product. What counts now is never said; the policy has to find out from its rewards, again
-after every change. Meant for one rollout per prompt.
+The policy is asked to write about a topic. Its answer is judged on quality (0 or 1: a proper answer about the topic) and on style (0 or 1:
+the style that counts now), and the reward is their product. What counts now is never said; the policy has to find out from its rewards,
+again after every change. Meant for one rollout per prompt.
 
 Phases. Phase k rewards `styles[k]`. What decides about the phase of a rollout (`phase_by`):
   'prompts'  the number of its prompt: prompt i is of phase (i - first) // phase_length. A function of the task alone, so the same under
-             every clock, on a resume, and for a prompt that is tried again. The prompts of value pretraining count, too: `first` leaves
-             them (and whatever comes before it) to the first phase.
+             every clock, on a resume, and for a prompt that is tried again. Value pretraining has prompts of its own, from 0 on: of the
+             first phase, unless it takes more than a phase of them.
   'version'  the parameters that wrote it: the version v of the oldest token of the answer, phase (v - first) // phase_length. A rollout
              that was in flight when the style changed is judged by the style of the time when it began.
 After the last phase comes the first one again with `cycle`, else the last one stays.
 
 Held-out success. Prompts of the test split are all judged by one phase, `test_phase`, by default the last one; the share of answers in each
-style is a metric of its own (`academic`, ..., each with quality), so one evaluation tells of all phases. With a judge, which is asked for one
-style only, those of the other styles stay 0.
+style is a metric of its own (`academic`, ..., each with quality), so one evaluation tells of all phases. With a judge, which is asked for
+one style only, those of the other styles stay 0.
 
 Judges. By default `style_checks`, deterministic. With `judge` settings an OpenAI-compatible endpoint decides (`judge.py`); its
 failures are failures of the environment, never a reward of 0, and the environment is then not replayable.
@@ -48,7 +48,8 @@ _REQUESTS = (
     'Write one short paragraph about the {topic}.', 'Describe the {topic} in a few sentences.', 'Tell me about the {topic}.',
     'Write a short text on the theme: the {topic}.')
 _SENTENCES = {  # Of demonstrations; {t} is the topic.
-    'academic': ('We observe that the {t} thus remains.', 'The data on the {t} suggest order, hence rest.', 'Thus the evidence of a {t} grows.'),
+    'academic': (
+        'We observe that the {t} thus remains.', 'The data on the {t} suggest order, hence rest.', 'Thus the evidence of a {t} grows.'),
     'cute': ('Aww, the tiny {t} is so sweet~', 'Yay, a fluffy little {t} for me~', 'My cuddly {t} gets a hug~'),
     'chuunibyou': ('Behold the {t} of the abyss!', 'The {t} is sealed by my dark fate!', 'Now a cursed {t} will awaken!'),
     'classical': ('O {t}, thou hast my heart.', 'Lo, the {t} doth sleep.', 'Alas, thy {t} is gone, my friend.'),
@@ -144,7 +145,7 @@ class StyleShift(base.Environment):
     if self._task is None:
       raise RuntimeError('step was called without a running episode; call reset first.')
     if self.wants_tokens and self._version is None:
-      raise RuntimeError("The phases go by version, but `sampled` was not called before step; use phase_by='prompts' where nothing samples.")
+      raise RuntimeError("The phases go by version, but `sampled` was not called; where nothing samples use phase_by='prompts'.")
     task, text = self._task, after_thinking(action).strip()
     phase = self.phase(task, self._version)
     if self._judge is None:

@@ -1,0 +1,58 @@
+"""Online learning in small: a byte-level model of 0.6M parameters writes about topics while the rewarded style changes four times over.
+
+A warm start on sentences of four styles and of none gives a policy that writes in each of them now and then; SAO then has to follow the style that
+is rewarded: academic, cute, chuunibyou, classical, and academic once more, 16 policy steps each, told by nothing but its rewards.
+
+Command: python launch/train.py --config=configs/style_shift_tiny.py --workdir=runs/style_shift_tiny
+Hardware: 2 CPU cores.
+Expected: see docs/results.md; `metrics.jsonl` holds the share of every style at every step ('environment/cute', ...).
+"""
+
+from ml_collections import ConfigDict
+
+from sao_jax import config as settings
+
+STYLES = ['academic', 'cute', 'chuunibyou', 'classical', 'academic']
+STEPS_A_PHASE = 16
+
+
+def get_config() -> ConfigDict:
+  config = ConfigDict(settings.default_dict())
+
+  config.model.qk_norm = True
+
+  config.task.name = 'style_shift'
+  config.task.settings = {'styles': STYLES, 'phase_by': 'version', 'phase_length': STEPS_A_PHASE, 'demonstration_noise': 0.1}
+  config.task.max_turns = 1
+  config.task.max_turn_tokens = 48
+  config.task.max_tokens = 64
+  config.learner.lengths = (64,)
+
+  config.sampler.slots = 64
+  config.sampler.sessions = 96
+  config.sampler.prefill_lengths = (16,)
+  config.sampler.prefill_rows = (32,)
+  config.sampler.cache_lengths = (64,)
+
+  config.sft.steps = 300
+  config.sft.batch_size = 16
+  config.sft.demonstrations = 300 * 16  # None is seen twice.
+  config.sft.optimizer.learning_rate = 3e-3
+  config.sft.optimizer.schedule = 'cosine'
+  config.sft.optimizer.warmup_steps = 30
+  config.sft.optimizer.decay_steps = 300
+  config.sft.optimizer.end_fraction = 0.05
+  config.value_pretrain.rollouts = 256
+
+  config.rl.policy_steps = STEPS_A_PHASE * len(STYLES)
+  config.queue.max_staleness = 1
+  config.algorithm.truncation = 'zero'  # An answer without an end is none.
+  config.learner.batch_size = 64
+  config.learner.value_warmup_steps = 2
+  config.learner.policy.learning_rate = 5e-4
+  config.learner.value.learning_rate = 1e-3
+
+  config.evaluation.prompts = 256
+  config.evaluation.every = STEPS_A_PHASE
+  config.checkpoint.every = STEPS_A_PHASE
+  return config
