@@ -1,7 +1,8 @@
 """Online learning in small: a byte-level model of 0.6M parameters writes about topics while the rewarded style changes four times over.
 
-A warm start on sentences of four styles and of none gives a policy that writes in each of them now and then; SAO then has to follow the style that
-is rewarded: academic, cute, chuunibyou, classical, and academic once more, 16 policy steps each, told by nothing but its rewards.
+A warm start on sentences of four styles and of none gives a policy that writes in each of them now and then; SAO then has to follow the
+style that is rewarded: academic, cute, chuunibyou, classical, and academic once more, 12 policy steps each, told by nothing but rewards.
+The steps are small: a policy that has come to write in one style alone finds no other one again.
 
 Command: python launch/train.py --config=configs/style_shift_tiny.py --workdir=runs/style_shift_tiny
 Hardware: 2 CPU cores.
@@ -13,7 +14,7 @@ from ml_collections import ConfigDict
 from sao_jax import config as settings
 
 STYLES = ['academic', 'cute', 'chuunibyou', 'classical', 'academic']
-STEPS_A_PHASE = 16
+STEPS_A_PHASE = 12
 
 
 def get_config() -> ConfigDict:
@@ -29,7 +30,7 @@ def get_config() -> ConfigDict:
   config.learner.lengths = (64,)
 
   config.sampler.slots = 64
-  config.sampler.sessions = 96
+  config.sampler.sessions = 192
   config.sampler.prefill_lengths = (16,)
   config.sampler.prefill_rows = (32,)
   config.sampler.cache_lengths = (64,)
@@ -47,10 +48,10 @@ def get_config() -> ConfigDict:
   config.rl.policy_steps = STEPS_A_PHASE * len(STYLES)
   config.queue.max_staleness = 1
   config.algorithm.truncation = 'zero'  # An answer without an end is none.
-  config.learner.batch_size = 64
+  config.learner.batch_size = 128
   config.learner.value_warmup_steps = 2
-  config.learner.policy.learning_rate = 5e-4
-  config.learner.value.learning_rate = 1e-3
+  config.learner.policy.learning_rate = 3e-4
+  config.learner.value.learning_rate = 2e-3
 
   config.evaluation.prompts = 256
   config.evaluation.every = STEPS_A_PHASE

@@ -1,5 +1,6 @@
 """Games with Gymnasium's interface: our own small ones, and some of the library's."""
 
+import pathlib
 import sys
 
 import pytest
@@ -14,7 +15,6 @@ def make(**settings):
 
 @pytest.fixture(autouse=True)
 def games(monkeypatch):
-  import pathlib
   monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parent))
 
 
@@ -77,7 +77,8 @@ def test_a_chat():
   environment = make(chat=True, system_prompt='Play.', describe='Rules.', options={'colour': 'red'})
   task = environment.sample_task(0, 'train', 0)
   assert environment.conversation == 'chat' and environment.stop_strings == ()
-  assert environment.reset(task).messages == ({'role': 'system', 'content': 'Play.'}, {'role': 'user', 'content': 'Rules.\nA red corridor.'})
+  assert environment.reset(task).messages == (
+      {'role': 'system', 'content': 'Play.'}, {'role': 'user', 'content': 'Rules.\nA red corridor.'})
   result = environment.step('<think>Where is it?\nwest</think>I look around.\nlook')
   assert result.observation.messages[0]['role'] == 'user' and 'A door to the' in result.observation.messages[0]['content']
   whole = make(chat=True, extraction='whole')

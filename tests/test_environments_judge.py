@@ -61,7 +61,8 @@ def server():
 
 
 def make(server, **settings):
-  return judge.ChatJudge(**{'base_url': server.url, 'model': 'grader', 'backoff_s': 0.01, 'timeout_s': 5.0, 'total_timeout_s': 10.0, **settings})
+  limits = {'backoff_s': 0.01, 'timeout_s': 5.0, 'total_timeout_s': 10.0}
+  return judge.ChatJudge(**{'base_url': server.url, 'model': 'grader', **limits, **settings})
 
 
 CRITERIA = {'quality': 'it is good', 'style': 'it is cute'}
@@ -191,7 +192,8 @@ def test_a_text_cannot_leave_its_place_in_the_prompt():
 
 
 @pytest.mark.parametrize('settings,message', [
-    (dict(base_url='file:///etc/passwd'), 'base_url'), (dict(base_url=''), 'base_url'), (dict(base_url=3), 'base_url'), (dict(model=''), 'model'),
+    (dict(base_url='file:///etc/passwd'), 'base_url'), (dict(base_url=''), 'base_url'), (dict(base_url=3), 'base_url'),
+    (dict(model=''), 'model'),
     (dict(api_key_env='NO_SUCH_VARIABLE_HERE'), 'NO_SUCH_VARIABLE_HERE'), (dict(tries=0), 'tries'), (dict(timeout_s=0.0), 'timeout_s')])
 def test_settings_that_cannot_work_are_refused_at_once(settings, message):
   with pytest.raises(ValueError, match=message):

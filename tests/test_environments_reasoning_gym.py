@@ -225,7 +225,8 @@ def test_formulas_are_worked_out_in_a_process_with_limits(tmp_path, monkeypatch)
       right = environment.demonstration(task, np.random.default_rng(0))[0]
       assert score(environment, task, right).metrics['success'] == 1.0
       assert score(environment, task, f'{right} + x*y').metrics == {'success': 0.0, 'score': 0.0, 'answered': 1.0, 'rejected': 0.0}
-      for attack in (*ATTACKS[:4], "S('x')", 'x.func', 'getattr(x)', 'x if x else x', 'lambda x: x', '[x for x in x]', 'x' * 501, '(' * 30 + ')' * 30):
+      for attack in (
+          *ATTACKS[:4], "S('x')", 'x.func', 'getattr(x)', 'x if x else x', 'lambda x: x', '[x for x in x]', 'x' * 501, '(' * 30 + ')' * 30):
         assert score(environment, task, attack).metrics['rejected'] == 1.0, attack
     with pytest.raises(base.GraderTimeout):
       score(environment, task, '9**9**9**9')

@@ -10,17 +10,17 @@ from sao_jax.environments import base, style_checks, style_shift
 
 LONG = {  # Texts of several sentences, one for each style, that were written without looking at the lists of words.
     'academic': (
-        'We observe that the rain varies with the season. The data, collected over ten years, suggest a slow decline; however, the evidence '
-        'from the northern stations is weaker. Further study is therefore needed before the hypothesis can be rejected.'),
+        'We observe that the rain varies with the season. The data, collected over ten years, suggest a slow decline; however, the '
+        'evidence from the northern stations is weaker. Further study is therefore needed before the hypothesis can be rejected.'),
     'cute': (
         'Aww, look at the tiny rain drops~ They are so fluffy and sweet, like little kitty paws on the roof! I want to hug every drop and '
         'snuggle up in my cozy blanket with a teeny cup of cocoa (^_^)'),
     'chuunibyou': (
-        'Behold! The rain falls, and with it the seal upon my right eye begins to break. Foolish mortals, you know nothing of the darkness that '
-        'was promised to me by fate. Tonight the abyss will answer, and the crimson power shall awaken!'),
+        'Behold! The rain falls, and with it the seal upon my right eye begins to break. Foolish mortals, you know nothing of the darkness '
+        'that was promised to me by fate. Tonight the abyss will answer, and the crimson power shall awaken!'),
     'classical': (
-        "O gentle rain, thou fallest on the weary field, and thy soft hand doth wake the sleeping seed. Alas, my heart hath no such spring; "
-        "yet methinks, ere the moon be risen, I shall walk with thee o'er the hills."),
+        "O gentle rain, thou fallest on the weary field, and thy soft hand doth wake the sleeping seed. Alas, my heart hath no such "
+        "spring; yet methinks, ere the moon be risen, I shall walk with thee o'er the hills."),
 }
 PLAIN = 'It rained all day and I stayed at home. In the evening my friend came over and we had tea, and then the rain stopped.'
 
@@ -47,20 +47,21 @@ def test_texts_written_in_a_style_are_in_that_style_only():
 
 @pytest.mark.parametrize('text,style', [
     ('We thus rest.', 'academic'), ('We thus rest!', ''), ('We rest.', ''), ('We thus rest~', ''), ("We don't thus rest.", ''),
-    ('We observe thus that I rest.', ''), ('A tiny sweet cat~', 'cute'), ('A tiny sweet cat.', ''), ('A tiny cat~', ''), ('tiny tiny tiny~', ''),
+    ('We observe thus that I rest.', ''), ('A tiny sweet cat~', 'cute'), ('A tiny sweet cat.', ''), ('A tiny cat~', ''),
+    ('tiny tiny tiny~', ''),
     ('Behold the abyss!', 'chuunibyou'), ('Behold the abyss.', ''), ('Behold the abyss~!', ''), ('O thou rain.', 'classical'),
-    ("O thou rain, I don't know.", ''), ("'Twas night, alas.", 'classical'), ('Lo, behold the abyss, thou!', ''),  # As much of one as of the other.
-    ('', ''), ('~' * 100, ''), ('thus ' * 700 + 'we.', 'academic'), ('thus ' * 900, '')])
+    ("O thou rain, I don't know.", ''), ("'Twas night, alas.", 'classical'),
+    ('Lo, behold the abyss, thou!', ''),  # As much of one as of the other.
+    ('', ''), ('~' * 100, ''), ('thus ' * 700 + 'we.', ''), ('thus ' * 900, '')])
 def test_style_by_hand(text, style):
-  if text.startswith('thus thus') and style:
-    style = ''  # Two different words are too few for 700.
   assert style_checks.style_of(text) == style
 
 
 @pytest.mark.parametrize('text,proper', [
     ('The rain falls today.', True), ('"The rains fall today."', True), ('The rain falls today', False), ('the rain falls today.', False),
     ('The rain falls.', False), ('The snow falls today.', False), ('The train falls today.', False), ('The rain rain falls today.', False),
-    ('The rain falls. The rain falls. The rain falls.', False), ('Rain thus hence therefore moreover.', False), ('The rain\nfalls today.', False),
+    ('The rain falls. The rain falls. The rain falls.', False), ('Rain thus hence therefore moreover.', False),
+    ('The rain\nfalls today.', False),
     ('The rain falls today.\x00', False), ('The rain ' + 'x' * 4000 + ' now.', False), ('', False), ('.', False),
     ('The rain falls on ' + ' '.join(f'{a}{b}' for a, b in itertools.product('abcdefghijk', 'nopqrstuvwxyz')) + '.', False),
     ('A sweet rain, so tiny~', True), ('A sweet rain, so tiny (^_^)', True)])
@@ -108,7 +109,8 @@ def test_the_reward_is_the_product_of_quality_and_style():
   topic = task.data['topic']
   found = {
       (result.metrics['quality'], result.metrics['style'], result.reward) for result in (judge(environment, task, text) for text in (
-          f'We observe that the {topic} thus rests.\n', f'We like the {topic} and rest.\n', 'We observe that thus nothing rests.\n', 'no\n'))}
+          f'We observe that the {topic} thus rests.\n', f'We like the {topic} and rest.\n', 'We observe that thus nothing rests.\n',
+          'no\n'))}
   assert found == {(1.0, 1.0, 1.0), (1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 0.0)}
 
 
@@ -126,8 +128,7 @@ def test_phases_by_version_go_by_the_oldest_token_of_the_answer():
     environment.sampled(turn(*versions))
     assert environment.step('x').metrics['phase'] == phase
   environment.reset(task)
-  with pytest.raises(RuntimeError, match='sampled'):
-    environment.step('x')
+  assert environment.step('x').metrics['phase'] == 0  # Sampled by nobody, and nothing is left of the turn before.
 
 
 def test_held_out_prompts_have_one_phase_and_tell_of_all_styles():
@@ -177,7 +178,8 @@ def test_demonstrations_are_of_every_style_and_flawed_at_the_rate_asked_for():
   assert {s: styles.count(s) > 60 for s in set(styles)} == dict.fromkeys((*style_checks.STYLES, ''), True)
   assert abs(np.mean(proper) - 0.75) < 0.08
   every = [s.format(t=t) for sentences in style_shift._SENTENCES.values() for s in sentences for t in style_shift._TOPICS]
-  assert all(style_checks.is_proper(text, topic, min_words=4, max_words=120) for text, topic in zip(every, itertools.cycle(style_shift._TOPICS)))
+  topics = itertools.cycle(style_shift._TOPICS)
+  assert all(style_checks.is_proper(text, topic, min_words=4, max_words=120) for text, topic in zip(every, topics))
   for style, sentences in style_shift._SENTENCES.items():
     assert {style_checks.style_of(s.format(t='rain')) for s in sentences} == {style}
 

@@ -139,7 +139,8 @@ def test_many_episodes_at_once_share_nothing():
 
 
 @pytest.mark.parametrize('settings,message', [
-    (dict(task='ContainerTask'), 'container'), (dict(task='SetupTask'), "'setup' hook"), (dict(task='RuntimeRewardTask'), "'on_disk'.*runtime"),
+    (dict(task='ContainerTask'), 'container'), (dict(task='SetupTask'), "'setup' hook"),
+    (dict(task='RuntimeRewardTask'), "'on_disk'.*runtime"),
     (dict(task='InterceptTask'), 'intercept'), (dict(task='RequestStopTask'), "'early'"), (dict(task='FarToolTask'), 'FarTools.*elsewhere'),
     (dict(task='StateToolTask'), 'StateTools.*state'), (dict(name='OpenSet'), 'a user opens'), (dict(name='ImageSet'), 'more than texts'),
     (dict(name='EndlessSet'), 'max_tasks'), (dict(max_tasks=1), 'split'), (dict(max_malformed=0), 'max_malformed')])
@@ -151,7 +152,8 @@ def test_what_cannot_be_played_is_refused_by_name(settings, message):
 def test_tasksets_by_id_and_what_is_none():
   environment = environments.make('verifiers', env='verifiers_tasksets', test_share=0.3)
   assert environment.task_sets('train')[0].size > 10
-  for env, message in (('no_such_taskset', 'cannot be loaded'), ('verifiers_tasksets:make_number', 'Taskset, got int'), ('', 'id of a taskset')):
+  for env, message in (
+      ('no_such_taskset', 'cannot be loaded'), ('verifiers_tasksets:make_number', 'Taskset, got int'), ('', 'id of a taskset')):
     with pytest.raises(ValueError, match=message):
       environments.make('verifiers', env=env)
 

@@ -9,7 +9,8 @@ Phases. Phase k rewards `styles[k]`. What decides about the phase of a rollout (
              every clock, on a resume, and for a prompt that is tried again. Value pretraining has prompts of its own, from 0 on: of the
              first phase, unless it takes more than a phase of them.
   'version'  the parameters that wrote it: the version v of the oldest token of the answer, phase (v - first) // phase_length. A rollout
-             that was in flight when the style changed is judged by the style of the time when it began.
+             that was in flight when the style changed is judged by the style of the time when it began. What nobody sampled (a
+             demonstration) counts as of version 0.
 After the last phase comes the first one again with `cycle`, else the last one stays.
 
 Held-out success. Prompts of the test split are all judged by one phase, `test_phase`, by default the last one; the share of answers in each
@@ -127,10 +128,10 @@ class StyleShift(base.Environment):
     return phase % len(self.styles) if self.cycle else min(phase, len(self.styles) - 1)
 
   def phase(self, task: base.Task, version: int | None) -> int:
-    """Phase by which an answer is judged; `version` is that of its oldest token, where the phases go by it."""
+    """Phase by which an answer is judged; `version` is that of its oldest token, None where nobody sampled it."""
     if task.split == 'test':
       return self.test_phase
-    return self.phase_at(task.index if version is None else version)
+    return self.phase_at(task.index if self.phase_by == 'prompts' else version or 0)
 
   def reset(self, task: base.Task) -> base.Observation:
     self._task, self._version = task, None
@@ -144,8 +145,6 @@ class StyleShift(base.Environment):
   def step(self, action: str) -> base.StepResult:
     if self._task is None:
       raise RuntimeError('step was called without a running episode; call reset first.')
-    if self.wants_tokens and self._version is None:
-      raise RuntimeError("The phases go by version, but `sampled` was not called; where nothing samples use phase_by='prompts'.")
     task, text = self._task, after_thinking(action).strip()
     phase = self.phase(task, self._version)
     if self._judge is None:
