@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sao_jax import algorithms, config as config_lib, log_probs, sharding, updates
+from sao_jax import algorithms, config as config_lib, host_allocator, log_probs, sharding, updates
 from sao_jax.learner import Learner
 from sao_jax.models import transformer
 from sao_jax.types import Batch
@@ -155,6 +155,7 @@ def main() -> None:
   parser.add_argument(
       '--logits-chunk', type=int, default=0, help='positions whose logits exist at once in the timed steps; 0: as the learner chooses')
   args = parser.parse_args()
+  host_allocator.keep_freed_memory()  # As a run does; PyTorch has a process, and an allocator, of its own.
   torch_step = TorchStep(args.torch_python)
   steps = {
       'policy': SaoStep(policy_only=True, logits_chunk=args.logits_chunk), 'torch': torch_step,

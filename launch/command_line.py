@@ -66,6 +66,15 @@ def run(main: Callable[[], None], usage: str, *, interrupted: str = RESUME) -> N
     leave(0)  # All is done; Python itself would end with status 120, since nobody could read the messages.
 
 
+def prepare_host() -> None:
+  """On a machine without accelerator, has this process keep the memory of compiled programs between calls."""
+  import jax
+  from sao_jax import host_allocator
+
+  if jax.default_backend() == 'cpu':
+    host_allocator.keep_freed_memory()
+
+
 def _show_unless_late(unraisable: Any) -> None:
   """Shows an error that nobody can catch; not that of a file written for a checkpoint that has failed, and been told, meanwhile."""
   if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == 'Event loop is closed'):

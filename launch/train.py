@@ -35,6 +35,7 @@ def main() -> None:
   with command_line.reported_errors(workdir):
     from sao_jax import train
 
+    command_line.prepare_host()
     with command_line.stop_on_signals() as stop:
       try:
         summary = train.run(config, workdir, stop=stop)

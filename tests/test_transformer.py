@@ -257,6 +257,26 @@ def random_qkv(b, t, h, k, d, dtype=np.float32):
   rng = np.random.default_rng(b * 1000 + t)
   return [jnp.asarray(2 * rng.normal(size=(b, t, n, d)), dtype) for n in (h, k, k)]
 
+@pytest.mark.parametrize('heads', [(4, 4, 8), (6, 2, 5)])
+def test_dense_attention_has_the_gradient_of_its_formula(heads):
+  """Its gradient is written by hand: compared with automatic differentiation of softmax(q k / sqrt(d)) v, query by query."""
+  h, groups, e = heads
+  q, k, v, weight = (jax.random.normal(jax.random.key(i), (2, 9, n, d)) for i, (n, d) in enumerate([(h, 7), (groups, 7), (groups, e), (h, e)]))
+
+  def plain(q, k, v):
+    k, v = (jnp.repeat(x, h // groups, axis=2) for x in (k, v))
+    rows = [jnp.einsum('bhs,bshe->bhe', jax.nn.softmax(jnp.einsum('bhd,bshd->bhs', q[:, t], k[:, :t + 1]) / 7**0.5), v[:, :t + 1])
+            for t in range(q.shape[1])]
+    return jnp.stack(rows, axis=1)
+
+  want, pull = jax.vjp(plain, q, k, v)
+  got, pull_got = jax.vjp(lambda q, k, v: attention.causal_attention(q, k, v)[0], q, k, v)
+  np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+  for ours, theirs in zip(pull_got(weight), pull(weight), strict=True):
+    assert np.abs(theirs).max() > 0.1
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 
 @pytest.mark.parametrize('t, block', [(1, 1), (1, 8), (5, 1), (7, 8), (8, 8), (9, 8), (40, 8), (31, 64)])
 @pytest.mark.parametrize('heads', [(3, 3), (4, 2), (6, 1)])

@@ -116,14 +116,37 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, state: Any = None
   b, t, h, d = q.shape
   groups = k.shape[2]
   q = q.transpose(0, 2, 1, 3).reshape(b, groups, h // groups * t, d)
-  k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)  # [B, K, d, T], [B, K, T, d]
-  scores = jnp.matmul(q, k, preferred_element_type=jnp.float32).reshape(b, groups, h // groups, t, t) * (d**-0.5)
-  mask = jnp.arange(t)[:, None] >= jnp.arange(t)[None, :]
+  k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)  # [B, K, T, ...]
   selected = None if index is None else jax.lax.stop_gradient(select(index))
-  mask = mask if selected is None else selected[:, None, None]
-  probs = jax.nn.softmax(jnp.where(mask, scores, MASKED), axis=-1).astype(v.dtype)
-  out = jnp.matmul(probs.reshape(b, groups, -1, t), v).reshape(b, h, t, v.shape[-1])
+  out = _dense(q, k, v, selected).reshape(b, h, t, v.shape[-1])
   return _answer(out.transpose(0, 2, 1, 3), state, index, selected)
+
+
+@jax.custom_vjp
+def _dense(q: jax.Array, k: jax.Array, v: jax.Array, selected: jax.Array | None) -> jax.Array:
+  """Attention [B, K, G*T, e] of q [B, K, G*T, d] to k [B, K, T, d] and v [B, K, T, e]; each query sees `selected` bool[B, T, T], or all keys
+  up to its own position. The gradient takes the sum over keys that softmax needs from the output, a T-th of the work."""
+  return _dense_forward(q, k, v, selected)[0]
+
+
+def _dense_forward(q: jax.Array, k: jax.Array, v: jax.Array, selected: jax.Array | None) -> tuple[jax.Array, Any]:
+  (b, groups, rows, d), t = q.shape, k.shape[2]
+  scores = jnp.matmul(q, k.swapaxes(2, 3), preferred_element_type=jnp.float32).reshape(b, groups, rows // t, t, t) * (d**-0.5)
+  mask = jnp.arange(t)[:, None] >= jnp.arange(t)[None, :] if selected is None else selected[:, None, None]
+  probs = jax.nn.softmax(jnp.where(mask, scores, MASKED), axis=-1).astype(v.dtype).reshape(b, groups, rows, t)
+  out = jnp.matmul(probs, v)
+  return out, (q, k, v, probs, out)
+
+
+def _dense_backward(saved: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+  q, k, v, probs, out = saved
+  delta = jnp.sum(grad.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)  # [B, K, G*T, 1]
+  dprobs = jnp.matmul(grad, v.swapaxes(2, 3), preferred_element_type=jnp.float32)
+  dscores = (probs * (dprobs - delta) * (q.shape[-1]**-0.5)).astype(q.dtype)
+  return jnp.matmul(dscores, k), jnp.matmul(dscores.swapaxes(2, 3), q), jnp.matmul(probs.swapaxes(2, 3), grad), None
+
+
+_dense.defvjp(_dense_forward, _dense_backward)
 
 
 def blockwise_attention(

@@ -88,6 +88,16 @@ def _linear_backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[
 linear.defvjp(lambda x, weight: (x @ weight, (x, weight)), _linear_backward)
 
 
+def to_heads(x: jax.Array, weight: jax.Array) -> jax.Array:
+  """[B, T, H, d] of x [B, T, D] and weight [D, H, d]."""
+  return linear(x, weight.reshape(weight.shape[0], -1)).reshape(*x.shape[:2], *weight.shape[1:])
+
+
+def from_heads(x: jax.Array, weight: jax.Array) -> jax.Array:
+  """[B, T, D] of x [B, T, H, d] and weight [H, d, D]."""
+  return linear(x.reshape(*x.shape[:2], -1), weight.reshape(-1, weight.shape[-1]))
+
+
 class Mlp(nnx.Module):
   """SwiGLU: (silu(x @ gate) * (x @ up)) @ down."""
 

@@ -32,7 +32,7 @@ from sao_jax.models import moe
 from sao_jax.models import rope as rope_lib
 from sao_jax.models.attention import Attend, blockwise_attention, causal_attention  # Re-exported: callers find them here.
 from sao_jax.models.latent_attention import LatentAttention
-from sao_jax.models.layers import Maker, Mlp, RMSNorm, Shard, no_shard, residual
+from sao_jax.models.layers import Maker, Mlp, RMSNorm, Shard, from_heads, no_shard, residual, to_heads
 from sao_jax.types import Params
 
 
@@ -59,9 +59,7 @@ class Attention(nnx.Module):
   ) -> tuple[jax.Array, Any, jax.Array | None]:
     """Output [B, T, D], new state, and `selected` as it came: every query sees all keys before it."""
     c, dtype = self.config, x.dtype
-    q = jnp.einsum('btd,dhk->bthk', x, self.query[...].astype(dtype))
-    k = jnp.einsum('btd,dhk->bthk', x, self.key[...].astype(dtype))
-    v = jnp.einsum('btd,dhk->bthk', x, self.value[...].astype(dtype))
+    q, k, v = (to_heads(x, w[...].astype(dtype)) for w in (self.query, self.key, self.value))
     if c.qkv_bias:
       q, k, v = (y + b[...].astype(dtype) for y, b in ((q, self.query_bias), (k, self.key_bias), (v, self.value_bias)))
     if c.qk_norm:
@@ -69,7 +67,7 @@ class Attention(nnx.Module):
     q = shard(rope_lib.rotate(q, rope), ('batch', 'length', 'heads', 'head_dim'))
     k, v = (shard(y, ('batch', 'length', 'kv_heads', 'head_dim')) for y in (rope_lib.rotate(k, rope), v))
     out, state = attend(q, k, v, state)
-    return jnp.einsum('bthk,hkd->btd', out, self.out[...].astype(dtype)), state, selected
+    return from_heads(out, self.out[...].astype(dtype)), state, selected
 
 
 class Block(nnx.Module):
