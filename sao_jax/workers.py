@@ -1,6 +1,6 @@
-"""Threads: the only module that starts any.
+"""Threads: this module starts them, and `threads.py` for parts below it.
 
-1. `WorkerGroup` runs loops in threads and carries their failures to the thread that calls `check`.
+1. `WorkerGroup` (of `threads.py`) runs loops in threads and carries their failures to the thread that calls `check`.
 2. `EnvironmentPool` runs environment calls with a time limit each. A call that hangs is given up: its thread is abandoned (it ends
    when the call does, or with the process) and replaced, its late result is thrown away.
 3. `DeviceTurns` lets sampler and learner take turns on a mesh that they share; collectives of two threads must not interleave.
@@ -17,63 +17,12 @@ import time
 from typing import Any, Callable, Iterator
 
 from sao_jax.rollouts import Call, CallResult
+from sao_jax.threads import WorkerGroup, bounded
+
+__all__ = ['DeviceTurns', 'EnvironmentPool', 'WorkerGroup', 'bounded']
 
 MAX_ABANDONED = 64  # Environment calls that may hang at once.
 IDLE_S = 60.0  # No wait is for ever.
-
-
-class WorkerGroup:
-  """Starts worker threads and carries their failures to the thread that calls `check`."""
-
-  def __init__(self):
-    self.stop = threading.Event()
-    self._failures: queue.SimpleQueue[tuple[str, BaseException]] = queue.SimpleQueue()
-    self._threads: list[threading.Thread] = []
-
-  def start(self, name: str, loop: Callable[[threading.Event], None]) -> None:
-    def run():
-      try:
-        loop(self.stop)
-      except BaseException as error:  # Reported by check(), never swallowed.
-        self._failures.put((name, error))
-        self.stop.set()
-
-    self._threads.append(threading.Thread(target=run, name=name, daemon=True))
-    self._threads[-1].start()
-
-  def check(self) -> None:
-    """Raises RuntimeError from the first failure of a worker, if there is one."""
-    if not self._failures.empty():
-      name, error = self._failures.get()
-      raise RuntimeError(f'Worker {name!r} failed: {type(error).__name__}: {error}') from error
-
-  def close(self, timeout_s: float) -> list[str]:
-    """Stops and joins all threads; returns the names of those still alive after the deadline."""
-    self.stop.set()
-    deadline = time.monotonic() + timeout_s
-    for thread in self._threads:
-      thread.join(max(0.0, deadline - time.monotonic()))
-    return [t.name for t in self._threads if t.is_alive()]
-
-
-def bounded(function: Callable[[], Any], timeout_s: float, what: str) -> Any:
-  """What `function` gives, or its error. Raises TimeoutError, naming `what`, where it takes longer; its thread ends with the process."""
-  done: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
-
-  def run():
-    try:
-      done.put((True, function()))
-    except BaseException as error:  # Raised below, in the thread that asked.
-      done.put((False, error))
-
-  threading.Thread(target=run, name=what, daemon=True).start()
-  try:
-    well, value = done.get(timeout=timeout_s)
-  except queue.Empty:
-    raise TimeoutError(f'{what} took more than {timeout_s:g} s.') from None
-  if not well:
-    raise value
-  return value
 
 
 @dataclasses.dataclass

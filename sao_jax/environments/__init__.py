@@ -14,6 +14,7 @@ REGISTRY = {  # name -> (module, class)
     'gymnasium': ('sao_jax.environments.gymnasium', 'TextGame'),
     'question_answer': ('sao_jax.environments.question_answer', 'QuestionAnswer'),
     'reasoning_gym': ('sao_jax.environments.reasoning_gym', 'ReasoningGym'),
+    'scaffold': ('sao_jax.environments.scaffold', 'Scaffold'),
     'scripted': ('sao_jax.environments.scripted', 'Scripted'),
     'style_shift': ('sao_jax.environments.style_shift', 'StyleShift'),
     'verifiers': ('sao_jax.environments.verifiers', 'Verifiers'),

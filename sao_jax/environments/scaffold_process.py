@@ -1,0 +1,128 @@
+"""A scaffold's process: started with little of the host's environment, and ended with all that it has started."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import secrets
+import shlex
+import signal
+import subprocess
+import time
+from typing import Any, Mapping, Sequence
+
+from sao_jax.environments import base
+
+Command = str | Sequence[str]
+KEPT = ('PATH', 'LANG', 'LC_ALL', 'LC_CTYPE', 'TZ', 'VIRTUAL_ENV')  # Of the host's environment; nothing else is passed on.
+MARK = 'SAO_PROCESS'  # Variable by which processes that left their group are found.
+TERM_S = 2.0  # Between the request to end and the end.
+TAIL = 4000  # Characters of the output in messages.
+_FIELD = re.compile(r'\{(\w+)\}')
+
+
+class ScaffoldFailure(base.EnvironmentFailure):
+  """The scaffold could not be started, or ended or hung before it asked for anything."""
+
+  reason = 'environment_scaffold'
+
+
+def check_command(name: str, command: Any) -> Command:
+  """The command. Raises ValueError unless it is a text for the shell or a list of arguments."""
+  if isinstance(command, str) and command.strip():
+    return command
+  if isinstance(command, (list, tuple)) and command and all(isinstance(a, str) for a in command) and command[0]:
+    return tuple(command)
+  raise ValueError(f'{name} must be a text for the shell or a list of arguments, not empty: got {command!r}.')
+
+
+def fill(command: Command, fields: Mapping[str, Any]) -> list[str]:
+  """Arguments of the command with every {name} of a field filled in, quoted where the shell reads it; other braces stay."""
+  values = {name: str(value) for name, value in fields.items() if isinstance(value, (str, int, float))}
+  if isinstance(command, str):
+    return ['/bin/sh', '-c', _FIELD.sub(lambda m: shlex.quote(values[m[1]]) if m[1] in values else m[0], command)]
+  return [_FIELD.sub(lambda m: values.get(m[1], m[0]), argument) for argument in command]
+
+
+class Process:
+  """One process and its descendants. Output goes to a file of at most `file_mb`, as does every file that they write."""
+
+  def __init__(
+      self, arguments: Sequence[str], *, folder: pathlib.Path, home: pathlib.Path, output: pathlib.Path, stdin: bytes,
+      variables: Mapping[str, str], file_mb: int,
+  ):
+    """Raises ScaffoldFailure where it cannot be started."""
+    self._mark = secrets.token_hex(16)
+    self._output = output
+    environment = {name: os.environ[name] for name in KEPT if name in os.environ}
+    environment |= {'HOME': str(home), 'TMPDIR': str(home), MARK: self._mark, **variables}
+    if '\0' in ''.join([*arguments, *environment, *environment.values()]):
+      raise ScaffoldFailure('The command or its environment holds a zero byte.')
+    (home / 'stdin').write_bytes(stdin)
+    limited = ['/bin/sh', '-c', f'ulimit -f {file_mb * 2048}; ulimit -c 0; exec "$@"', 'sh', *arguments]  # In blocks of 512 bytes.
+    try:
+      with open(output, 'ab') as stream, open(home / 'stdin', 'rb') as given:
+        self._process = subprocess.Popen(
+            limited, cwd=folder, env=environment, stdin=given, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)
+    except OSError as error:
+      raise ScaffoldFailure(f'The scaffold could not be started: {error}') from error
+
+  def alive(self) -> bool:
+    return self._process.poll() is None
+
+  @property
+  def exit_code(self) -> int | None:
+    """None while it runs; negative for the signal that ended it."""
+    return self._process.poll()
+
+  def tail(self) -> str:
+    """The end of what it has written."""
+    with open(self._output, 'rb') as stream:
+      stream.seek(max(0, os.fstat(stream.fileno()).st_size - 4 * TAIL))
+      return stream.read().decode('utf-8', 'replace')[-TAIL:]
+
+  def wait(self, timeout_s: float) -> bool:
+    """Whether it has ended in time."""
+    try:
+      self._process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+      return False
+    return True
+
+  def end(self) -> None:
+    """Ends the process and all that it has started, whatever group they are in."""
+    if self.alive():
+      self._signal(signal.SIGTERM)
+      self.wait(TERM_S)
+    deadline = time.monotonic() + TERM_S
+    self._signal(signal.SIGKILL)
+    while (left := self._marked()) and time.monotonic() < deadline:
+      for number in left:
+        _kill(number)
+      time.sleep(0.005)
+    self.wait(TERM_S)
+
+  def _signal(self, number: int) -> None:
+    try:
+      os.killpg(self._process.pid, number)
+    except (ProcessLookupError, PermissionError):
+      pass
+
+  def _marked(self) -> list[int]:
+    """Processes that carry the mark in their environment and are not dead yet."""
+    mark, found = f'{MARK}={self._mark}'.encode(), []
+    for folder in pathlib.Path('/proc').glob('[0-9]*'):
+      try:
+        if mark in (folder / 'environ').read_bytes():  # Empty for the dead.
+          found.append(int(folder.name))
+      except OSError:
+        continue
+    return found
+
+
+def _kill(process: int) -> None:
+  try:
+    os.kill(process, signal.SIGKILL)
+  except (ProcessLookupError, PermissionError):
+    pass
