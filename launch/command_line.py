@@ -268,6 +268,21 @@ def keep_previous(workdir: pathlib.Path, settings: Mapping[str, Any]) -> None:
   say(f'{workdir} held {"a finished" if finished else "another"} run; it is in {target} now.')
 
 
+def read_settings_file(path: pathlib.Path) -> dict:
+  """Settings that a run wrote. Raises ValueError where the file is damaged."""
+  try:
+    values = json.loads(path.read_text(encoding='utf-8'))
+    if not isinstance(values, dict):
+      raise ValueError(f'it holds a {type(values).__name__}, not settings')
+    sections = ('model', 'sampler', 'rl', 'value_pretrain', 'sft', 'evaluation', 'task')
+    wrong = [name for name in sections if not isinstance(values.get(name), dict)]
+    if wrong:
+      raise ValueError(f'it has no section of settings {wrong[0]!r}')
+    return {**values, **{name: dict(values[name]) for name in sections}}
+  except ValueError as error:
+    raise ValueError(f'{path} is damaged ({error}); restore it, or give the settings with --config.') from None
+
+
 def check_workdir(name: str) -> pathlib.Path:
   """The workdir of that name. Raises ValueError for no name, or one that libraries would write as another one."""
   if not name:

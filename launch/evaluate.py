@@ -52,21 +52,6 @@ TOP_P = flags.DEFINE_float('top_p', 1.0, 'Of the sampled evaluation; 1 for the w
 TOP_K = flags.DEFINE_integer('top_k', 0, 'Of the sampled evaluation; 0 for the whole distribution.')
 
 
-def read_settings_file(path: pathlib.Path) -> dict:
-  """Settings that a run wrote. Raises ValueError where the file is damaged."""
-  try:
-    values = json.loads(path.read_text(encoding='utf-8'))
-    if not isinstance(values, dict):
-      raise ValueError(f'it holds a {type(values).__name__}, not settings')
-    sections = ('model', 'sampler', 'rl', 'value_pretrain', 'sft', 'evaluation', 'task')
-    wrong = [name for name in sections if not isinstance(values.get(name), dict)]
-    if wrong:
-      raise ValueError(f'it has no section of settings {wrong[0]!r}')
-    return {**values, **{name: dict(values[name]) for name in sections}}
-  except ValueError as error:
-    raise ValueError(f'{path} is damaged ({error}); restore it, or give the settings with --config.') from None
-
-
 def check_flags() -> None:
   """Raises ValueError for flags that do not go together."""
   given = {name for name in flags.FLAGS if flags.FLAGS[name].present}
@@ -102,7 +87,7 @@ def read_settings(settings) -> dict:
   elif not (path := pathlib.Path(WORKDIR.value) / 'config.json').is_file():
     raise ValueError(f'{path} does not exist; is {WORKDIR.value} the workdir of a run? Else give --config.')
   else:
-    values = read_settings_file(path)
+    values = command_line.read_settings_file(path)
   if PRETRAINED.value is not None:
     values['model'] |= {'pretrained': PRETRAINED.value, 'tokenizer': 'pretrained'}
   if SLOTS.value is not None:

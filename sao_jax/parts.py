@@ -173,6 +173,8 @@ def build(config: Config, workdir: pathlib.Path, *, read_only: bool = False) -> 
     raise ValueError(
         f'task.compact_room={config.task.compact_room} needs an environment that can shorten a conversation, and {config.task.name!r} has '
         'no `compact`; use task.compact_room=0.')
+  environment.check_run(
+      workers=config.task.workers, sessions=config.sampler.sessions, step_timeout_s=config.task.step_timeout_s)
   config = dataclasses.replace(config, model=model)
   sharding.check_mesh(config)
   learner_mesh = sharding.make_mesh(sharding.pick_devices(config.learner.devices), config.learner.mesh)

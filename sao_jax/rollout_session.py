@@ -12,7 +12,8 @@ from sao_jax.episodes import EnvironmentHolder, Played
 from sao_jax.types import Rollout
 
 _VALUES = (
-    'ticket', 'prompt_id', 'attempt', 'started_s', 'phase', 'turn', 'turn_start', 'turn_limit', 'stop_id', 'retry', 'oldest', 'tools')
+    'ticket', 'prompt_id', 'attempt', 'started_s', 'phase', 'turn', 'turn_start', 'turn_limit', 'turn_stop',
+    'stop_id', 'retry', 'oldest', 'tools')
 _LISTS = ('actions', 'stops', 'rooms', 'history', 'segment_starts')
 _ARRAYS = {'tokens': np.int32, 'action_mask': bool, 'log_prob': np.float32, 'version': np.int32, 'reward': np.float32, 'turn_of': np.int32}
 
@@ -43,7 +44,8 @@ class RolloutSession:
   segment_starts: list[int] = dataclasses.field(default_factory=lambda: [0])
   turn: int = 0
   turn_start: int = 0
-  turn_limit: int | None = None  # Of the observation before the turn.
+  turn_limit: int | None = None  # Of the observation before the turn, as is the next.
+  turn_stop: tuple[str, ...] = ()
   stop_id: int | None = None  # Stop token of the conversation format that ended the last turn.
   retry: int = 0
   oldest: int = 0
@@ -67,7 +69,7 @@ class RolloutSession:
     """Back to before the reset, as another attempt: for environments that cannot be replayed."""
     for name in (*_ARRAYS, *_LISTS):
       getattr(self, name).clear()
-    self.segment_starts, self.tools, self.pending, self.turn_limit = [0], (), None, None
+    self.segment_starts, self.tools, self.pending, self.turn_limit, self.turn_stop = [0], (), None, None, ()
     self.phase, self.environment, self.turn, self.turn_start, self.metrics = 'reset', None, 0, 0, {}
     self.attempt += 1
     self.task = dataclasses.replace(self.task, attempt=self.attempt)

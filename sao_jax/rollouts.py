@@ -25,7 +25,7 @@ from typing import Any, Callable, Mapping, Protocol
 import numpy as np
 
 from sao_jax.config import TaskConfig
-from sao_jax.environments.base import Environment, EnvironmentFailure, Observation, StepResult, Task
+from sao_jax.environments.base import Environment, EnvironmentFailure, Observation, StepResult, Task, UnusableMessages
 from sao_jax.episodes import EnvironmentHolder, actor, next_turn, shown
 from sao_jax.models.conversation import Conversation, as_messages
 from sao_jax.models.tokenizers import Tokenizer
@@ -279,7 +279,11 @@ class RolloutEngine:
 
   def _begin(self, session: RolloutSession, observation: Observation) -> None:
     tools = self._tools if observation.tools is None else tuple(observation.tools)
-    prompt = self._conversation.first(shown(observation), tools)
+    try:
+      prompt = self._conversation.first(shown(observation), tools)
+    except ValueError as error:
+      self._failed(session, UnusableMessages(str(error)))
+      return
     if not prompt or len(prompt) >= self._limit:
       self._drop(session, 'prompt_length')
       self._failures.add(
@@ -289,14 +293,15 @@ class RolloutEngine:
     session.metrics = {name: 0.0 for name in self._metric_names}  # Of a rollout that is cut before its first step.
     session.history, session.tools = as_messages(shown(observation)), tools
     session.append(prompt, action=False)
-    self._sample(session, observation.max_tokens)
+    self._sample(session, observation)
 
   @property
   def _limit(self) -> int:
     return min(self._task.max_tokens, self._max_length)
 
-  def _sample(self, session: RolloutSession, limit: int | None) -> None:
-    session.phase, session.turn_start, session.turn_limit = 'sampling', len(session.tokens), limit
+  def _sample(self, session: RolloutSession, observation: Observation) -> None:
+    session.phase, session.turn_start = 'sampling', len(session.tokens)
+    session.turn_limit, session.turn_stop = observation.max_tokens, tuple(observation.stop)
     self._submit(session, drawn=0)
 
   def _submit(self, session: RolloutSession, drawn: int) -> None:
@@ -308,7 +313,8 @@ class RolloutEngine:
     attempt = session.attempt + SEGMENT_NOISE * (len(session.segment_starts) - 1)
     self.sampler.submit(Request(
         session=session.ticket, tokens=np.asarray(session.tokens[begin:], np.int32), prompt_id=session.prompt_id, attempt=attempt,
-        max_new_tokens=room, turn_start=start, stop_ids=self._conversation.stop_ids, stop_strings=self._stop_strings))
+        max_new_tokens=room, turn_start=start, stop_ids=self._conversation.stop_ids,
+        stop_strings=(*self._stop_strings, *session.turn_stop)))
 
   def _turn_sampled(self, session: RolloutSession, stop_reason: str) -> None:
     """The sampler finished a turn: its text goes to the environment, unless a length limit cut it (`takes_cut_turns`)."""
@@ -355,8 +361,12 @@ class RolloutEngine:
   def _continue(self, session: RolloutSession, observation: Observation, *, may_compact: bool) -> None:
     """Appends what follows a turn and samples the next one; in a new segment where the history is another one from here on."""
     tools = session.tools if observation.tools is None else tuple(observation.tools)
-    follow = next_turn(
-        self._conversation, session.history, session.actions[-1], observation, session.stop_id, tools=tools, before=session.tools)
+    try:
+      follow = next_turn(
+          self._conversation, session.history, session.actions[-1], observation, session.stop_id, tools=tools, before=session.tools)
+    except ValueError as error:
+      self._failed(session, UnusableMessages(str(error)))
+      return
     no_more_segments = len(session.segment_starts) >= self._task.max_segments
     if follow.rewritten and no_more_segments:
       self._finish(session, 'truncated', 'max_segments')
@@ -374,7 +384,7 @@ class RolloutEngine:
       session.segment_starts.append(len(session.tokens))
     session.history, session.tools = follow.history, tools
     session.append(follow.ids, action=False)
-    self._sample(session, observation.max_tokens)
+    self._sample(session, observation)
 
   # --- Ends --------------------------------------------------------------------------------------------------------------------
 

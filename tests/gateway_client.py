@@ -4,7 +4,6 @@ import contextlib
 import http.client
 import json
 import socket
-import threading
 
 from sao_jax import gateway
 from sao_jax.environments.base import SampledTurn
@@ -120,5 +119,3 @@ def ask(server, key, messages, **others):
   assert status == 200, (status, body)
   return body['choices'][0]['message']
 
-
-__all__ = ['Policy', 'answer_with', 'ask', 'connect', 'head_of', 'post', 'raw', 'serving', 'threading', 'turn_of', 'user']

@@ -51,7 +51,7 @@ def main():
   if mode == 'impatient':
     for _ in range(3):
       try:
-        ask(messages, timeout=0.05, tools=TOOLS)
+        ask(messages, timeout=0.05, tools=TOOLS, max_tokens=500)
       except (TimeoutError, urllib.error.URLError):
         pass
   if mode == 'forgetful':

@@ -70,9 +70,9 @@ def call(a, b):
 def say(prompt, request):
   """Calls the tool, then says its answer."""
   del request
-  last = prompt.rsplit('<|im_start|>', 2)[-2]
+  last = prompt.rsplit('<|im_start|>', 2)[-2].split('<|im_end|>')[0]
   if last.startswith('tool\n'):
-    return '<think>There it is.</think>It is ' + last[len('tool\n'):].split('<|im_end|>')[0]
+    return '<think>There it is.</think>It is ' + last[len('tool\n'):]
   numbers = [int(w.strip('?')) for w in last.split() if w.strip('?').isdigit()]
   return call(*numbers[:2]) if len(numbers) == 2 else 'so it is'
 
@@ -203,7 +203,8 @@ def test_messages_that_the_template_refuses_lose_the_rollout_and_not_the_run(mak
 def test_a_command_grades(make, command, outcome):
   flow, _, _ = run_engine(lambda: make(grade_command=command, grade_timeout_s=1.0 if 'sleep' in command else 20.0), [task_of()], say)
   if isinstance(outcome, float):
-    assert flow.rollouts[0].total_reward == outcome and flow.rollouts[0].metrics['success'] == float(outcome != 2.0 or 'success' not in str(command))
+    success = float('success' not in str(command))
+    assert flow.rollouts[0].total_reward == outcome and flow.rollouts[0].metrics['success'] == success
   else:
     assert dict(flow.dropped) == {outcome: 1}
 

@@ -67,6 +67,13 @@ class GraderError(EnvironmentFailure):
   reason = 'grader_error'
 
 
+class UnusableMessages(EnvironmentFailure):
+  """Messages that the chat template cannot show, or not after those before them; it would refuse them again."""
+
+  reason = 'environment_messages'
+  retry = False
+
+
 @dataclasses.dataclass(frozen=True)
 class Observation:
   """What the policy sees next: `text` in a raw conversation, `messages` ({'role', 'content'} each) in a chat.
@@ -79,9 +86,10 @@ class Observation:
     tools: the tools from here on, as in `Environment.tools`; None for those of before. Turns come to `step_calls` if there are any, else
       to `step`. Where the chat template shows them, other tools begin a new segment.
     max_tokens: most tokens of the next turn, and of that one only; `task.max_turn_tokens` holds, too. None for that alone.
+    stop: strings that end the next turn, and that one only, besides those of `Environment.stop_strings`.
 
   Raises:
-    ValueError: a restart with an empty conversation, or `max_tokens` below 1.
+    ValueError: a restart with an empty conversation, `max_tokens` below 1, or an empty string in `stop`.
   """
 
   text: str = ''
@@ -89,12 +97,15 @@ class Observation:
   restart: bool = dataclasses.field(default=False, kw_only=True)
   tools: tuple[Mapping[str, Any], ...] | None = dataclasses.field(default=None, kw_only=True)
   max_tokens: int | None = dataclasses.field(default=None, kw_only=True)
+  stop: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
 
   def __post_init__(self):
     if self.restart and not (self.text or self.messages):
       raise ValueError('An observation with restart=True must hold the whole conversation, got none.')
     if self.max_tokens is not None and (isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1):
       raise ValueError(f'max_tokens of an observation must be None or an integer of at least 1, got {self.max_tokens!r}.')
+    if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+      raise ValueError(f'stop of an observation must be strings, none empty, got {self.stop!r}.')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,6 +241,11 @@ class Environment:
       text: what the turn says outside of calls and reasoning.
     """
     raise NotImplementedError(f'{type(self).__name__} has tools but no step_calls.')
+
+  def check_run(self, *, workers: int, sessions: int, step_timeout_s: float) -> None:
+    """Called once before a run. Raises ValueError where `task.workers`, `sampler.sessions` or `task.step_timeout_s` do not do for this
+    environment."""
+    del workers, sessions, step_timeout_s
 
   def sampled(self, turn: SampledTurn) -> None:
     """Takes the tokens of the turn that `step` or `step_calls` gets next, in the same call of the pool. Raises EnvironmentFailure."""

@@ -67,8 +67,8 @@ class Scaffold(base.Environment):
   """The environment of the module's docstring.
 
   Args:
-    command: a text for the shell or a list of arguments. {task_file}, {folder}, {base_url}, {key} and the text and number fields of the task
-      that are not hidden are filled in.
+    command: a text for the shell or a list of arguments. {task_file}, {folder}, {base_url}, {key} and the text and number fields of the
+      task that are not hidden are filled in.
     source: tasks, a source of `data_sources` or {'train': ..., 'test': ...}; every row is a task.
     grade, grade_command, result_file: exactly one says what the work is worth: 'module:function', called with an `Outcome`; a command whose
       last line is the grade; a JSON file that the program leaves in its working folder, for programs whose result the policy cannot write.
@@ -109,7 +109,8 @@ class Scaffold(base.Environment):
       raise ValueError(f'tool_format must be one of {", ".join(FORMATS)}, got {tool_format!r}.')
     for name, value, low, high in (
         ('idle_limit_s', idle_limit_s, 0.01, 1e6), ('grade_timeout_s', grade_timeout_s, 0.01, 1e6), ('file_mb', file_mb, 1, 1 << 20),
-        ('requests_per_s', requests_per_s, 0.01, 1e6), ('max_request_mb', max_request_mb, 1, 1024), ('test_share', test_share, 0.001, 0.999)):
+        ('requests_per_s', requests_per_s, 0.01, 1e6), ('max_request_mb', max_request_mb, 1, 1024),
+        ('test_share', test_share, 0.001, 0.999)):
       base.check_range(name, value, low, high)
     self._variables = dict(variables or {})
     if not all(isinstance(x, str) for item in self._variables.items() for x in item):
@@ -146,8 +147,8 @@ class Scaffold(base.Environment):
     needed = self._idle_s + (self._grade_s if self._grade_command else 0.0)
     if step_timeout_s <= needed:
       raise ValueError(
-          f'task.step_timeout_s must be above {needed:g} (idle_limit_s, and grade_timeout_s with a grading command), got {step_timeout_s:g}; '
-          'else a program that hangs is lost in place of being graded.')
+          f'task.step_timeout_s must be above {needed:g} (idle_limit_s, and grade_timeout_s with a grading command), got '
+          f'{step_timeout_s:g}; else a program that hangs is lost in place of being graded.')
 
   # --- Episodes ----------------------------------------------------------------------------------------------------------------
 
@@ -182,6 +183,8 @@ class Scaffold(base.Environment):
     if turn is None:
       raise RuntimeError('step was called without sampled before it.')
     self._turn = None
+    if episode.over:
+      return self._finish(episode, hung=episode.hung)
     episode.malformed += any(isinstance(call, ToolCallError) for call in calls)
     try:
       episode.session.answer(gateway.make_answer(turn, calls, text, episode.session.request))
@@ -207,8 +210,9 @@ class Scaffold(base.Environment):
     except gateway.Ended:
       raise ScaffoldFailure('closed') from None
     except TimeoutError:
-      prompt = None
+      prompt, episode.hung = None, True
     if prompt is None:
+      episode.over = True  # What is sampled still, if anything is, goes nowhere; then it is graded.
       return None
     episode.restarts += 1
     return _observation(dataclasses.replace(prompt, messages=tuple(episode.session.whole()), restart=True))
@@ -259,6 +263,7 @@ class Episode:
     self._key = ''
     self._closed, self._lock = False, threading.Lock()
     self.malformed = self.restarts = 0
+    self.over = self.hung = False
 
   def start(self) -> None:
     """Raises ScaffoldFailure where it cannot be started, gateway.Ended where the episode was closed meanwhile."""
@@ -334,7 +339,8 @@ class Episode:
 
 
 def _observation(prompt: gateway.Prompt) -> base.Observation:
-  return base.Observation(messages=prompt.messages, restart=prompt.restart, tools=prompt.tools, max_tokens=prompt.max_tokens)
+  return base.Observation(
+      messages=prompt.messages, restart=prompt.restart, tools=prompt.tools, max_tokens=prompt.max_tokens, stop=prompt.stop)
 
 
 def _filled(text: str, data: Mapping[str, Any]) -> str:

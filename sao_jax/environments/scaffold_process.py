@@ -55,7 +55,7 @@ class Process:
     """Raises ScaffoldFailure where it cannot be started."""
     self._mark = secrets.token_hex(16)
     self._output = output
-    environment = {name: os.environ[name] for name in KEPT if name in os.environ}
+    environment = {name: value for name in KEPT if (value := os.environ.get(name)) is not None}
     environment |= {'HOME': str(home), 'TMPDIR': str(home), MARK: self._mark, **variables}
     if '\0' in ''.join([*arguments, *environment, *environment.values()]):
       raise ScaffoldFailure('The command or its environment holds a zero byte.')

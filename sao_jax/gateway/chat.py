@@ -294,7 +294,8 @@ def write(request: ChatRequest, answer: Answer) -> tuple[bytes, str]:
     message['reasoning_content'] = answer.reasoning
   if answer.calls:
     message['tool_calls'] = [
-        {'id': identity, 'type': 'function', 'function': {'name': name, 'arguments': arguments}} for identity, name, arguments in answer.calls]
+        {'id': identity, 'type': 'function', 'function': {'name': name, 'arguments': arguments}}
+        for identity, name, arguments in answer.calls]
   choice = {'index': 0, 'message': message, 'logprobs': _log_probs(request, answer), 'finish_reason': answer.finish_reason}
   whole = {**_frame(request, answer, 'chat.completion'), 'choices': [choice], 'usage': _usage(answer)}
   if request.token_ids:

@@ -1,7 +1,7 @@
 """Whether a request goes on with the conversation that is known, message by message. No tokens here.
 
-A client sends the whole conversation each time, and rarely as it got it: blanks are stripped, reasoning is left out, tool calls get other ids
-and other JSON. Two messages are the same here when role, text (runs of blanks counted as one) and calls (names and the values of their
+A client sends the whole conversation each time, and rarely as it got it: blanks are stripped, reasoning is left out, tool calls get other
+ids and other JSON. Two messages are the same here when role, text (runs of blanks counted as one) and calls (names and the values of their
 arguments) are. A turn of the policy may come back in any of the forms of `forms_of`. What is the same is never sent to the policy again, so
 the tokens that it sampled stay; anything else begins the conversation anew.
 """
@@ -9,24 +9,28 @@ the tokens that it sampled stay; anything else begins the conversation anew.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Mapping, Sequence
 
 from sao_jax import tool_calls
 from sao_jax.gateway.chat import Answer
 
+_TAG = re.compile(f'({tool_calls.THINK}|{tool_calls.THINK_END})')
 Key = tuple[str, str, tuple[tuple[str, str], ...]]  # Role, text, calls.
 
 
 def key_of(message: Mapping[str, Any]) -> Key:
   """What tells a message from others: equal for messages that say the same."""
-  return message['role'], _blanks(message['content']), tuple((name, _value(text)) for name, text in message.get('tool_calls', ()))
+  content = message['content'] if message['role'] != 'assistant' else _TAG.sub(r' \1 ', message['content'])
+  return message['role'], _blanks(content), tuple((name, _value(text)) for name, text in message.get('tool_calls', ()))
 
 
 def forms_of(answer: Answer) -> frozenset[Key]:
   """The keys under which a turn of the policy may come back: as its client got it, with its reasoning, or as it was sampled."""
   calls = tuple((name, _value(arguments)) for _, name, arguments in answer.calls)
   contents = {answer.content, f'{tool_calls.THINK}{answer.reasoning}{tool_calls.THINK_END}{answer.content}', answer.text}
-  return frozenset({('assistant', _blanks(c), calls) for c in contents} | {('assistant', _blanks(answer.text), ())})
+  keys = [key_of({'role': 'assistant', 'content': content}) for content in (answer.text, *contents)]
+  return frozenset({keys[0], *((role, content, calls) for role, content, _ in keys)})
 
 
 def _blanks(text: str) -> str:

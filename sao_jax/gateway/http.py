@@ -50,7 +50,8 @@ class HttpLimits:
 class HttpError(Exception):
   """What ends a request with an error status. `code` is for programs, the message for people."""
 
-  def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None, headers: Mapping[str, str] | None = None):
+  def __init__(
+      self, status: int, message: str, *, code: str | None = None, param: str | None = None, headers: Mapping[str, str] | None = None):
     super().__init__(message)
     self.status, self.message, self.code, self.param, self.headers = status, message, code, param, dict(headers or {})
 
@@ -115,8 +116,8 @@ Handler = Callable[[Request, Link], Awaitable[Response]]
 def error_body(error: HttpError) -> bytes:
   """The error in OpenAI's form."""
   kinds = {401: 'authentication_error', 429: 'rate_limit_error', 500: 'server_error', 503: 'server_error'}
-  return json.dumps({'error': {
-      'message': error.message, 'type': kinds.get(error.status, 'invalid_request_error'), 'param': error.param, 'code': error.code}}).encode()
+  kind = kinds.get(error.status, 'invalid_request_error')
+  return json.dumps({'error': {'message': error.message, 'type': kind, 'param': error.param, 'code': error.code}}).encode()
 
 
 class HttpServer:

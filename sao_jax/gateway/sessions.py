@@ -1,7 +1,7 @@
 """A session: the mailbox between the requests of one client and the policy that answers them.
 
-Requests come on the server's event loop (`ask`); turns go out and in on some other thread (`next`, `answer`). One turn is sampled at a time;
-further requests wait in their order.
+Requests come on the server's event loop (`ask`); turns go out and in on some other thread (`next`, `answer`). One turn is sampled at a
+time; further requests wait in their order.
 
 A request with the same conversation as the one that is being sampled, or as the last one answered if no client has wholly received that
 answer, is a retry: it gets the same answer, and nothing is sampled. After a whole delivery it asks for another sample.
@@ -39,12 +39,14 @@ class Prompt:
     restart: the conversation is not a continuation of the one before.
     tools: JSON-schema functions that hold from here on.
     max_tokens: of the turn, None for the run's own limit.
+    stop: strings that end the turn.
   """
 
   messages: tuple[dict[str, str], ...]
   restart: bool
   tools: tuple[dict[str, Any], ...]
   max_tokens: int | None
+  stop: tuple[str, ...]
 
 
 class Delivery:
@@ -130,12 +132,13 @@ class Session:
     return future, delivery
 
   def matches(self, request: ChatRequest) -> int:
-    """How many messages of the known conversation a request goes on with; 0 where it is another one. For a repeated request: all."""
+    """How many messages of the known conversation a request goes on with; 0 where it is another one. For a retry: all."""
     with self._condition:
       if self._ended is not None:
         return 0
       identity = self._identity(request)
-      if any(a is not None and a.identity == identity for a in (self._current, self._last, *self._waiting)):
+      last = (self._last,) if self._last is not None and not self._last.delivered() else ()
+      if any(a is not None and a.identity == identity for a in (self._current, *last, *self._waiting)):
         return len(request.messages)
       return self._history.continues(request.messages) if self._current is None and not self._waiting else 0
 
@@ -175,7 +178,13 @@ class Session:
       messages, restart = self._history.whole(asked.request.messages), True
     self._tools = asked.request.tools
     self._record.asked(messages, restart, self._tools if other or first else None)
-    return Prompt(tuple(messages), restart, self._tools, asked.request.max_tokens)
+    return Prompt(tuple(messages), restart, self._tools, asked.request.max_tokens, asked.request.stop)
+
+  @property
+  def idle(self) -> bool:
+    """Whether no request waits."""
+    with self._condition:
+      return self._current is None and not self._waiting
 
   def whole(self) -> list[dict[str, str]]:
     """The conversation of the request whose turn is being sampled, from its first message on, as the policy is to be shown it."""
