@@ -16,12 +16,13 @@ from tests import tokenizer_factory as factory
 class ScriptedSampler:
   """Completes each request with the text that `say(prompt text, request)` gives, letter by letter, `delay_s` after it came.
 
-  `drawn_turns` keeps (prompt ids, ids, log-probs, version) of every turn, by session.
+  `drawn_turns` keeps (prompt ids, ids, log-probs) of every turn, by session, and `spent_s` the seconds that each took. Where `fixed_ids`
+  are given, every turn has these and nothing else is done.
   """
 
   def __init__(self, tokenizer, say, version=3, delay_s=0.0):
     self.tokenizer, self.say, self.version, self.delay_s = tokenizer, say, version, delay_s
-    self.requests, self.drawn_turns, self.spent_s = {}, {}, []
+    self.requests, self.drawn_turns, self.spent_s, self.fixed_ids = {}, {}, {}, None
 
   def submit(self, request):
     assert request.session not in self.requests
@@ -46,7 +47,7 @@ class ScriptedSampler:
   def order(self):
     return list(self.requests)
 
-  def _ids(self, text, stop_ids):
+  def ids_of(self, text, stop_ids):
     ids = [i for letter in text for i in self.tokenizer.encode_run(letter, after='text')]
     return ids + list(stop_ids[:1])
 
@@ -55,14 +56,16 @@ class ScriptedSampler:
     for session, (request, came) in list(self.requests.items()):
       if now - came < self.delay_s:
         continue
-      text = self.say(self.tokenizer.decode([int(t) for t in request.tokens]), request)
-      ids = np.asarray(self._ids(text, request.stop_ids), np.int32)
+      ids = self.fixed_ids
+      if ids is None:
+        text = self.say(self.tokenizer.decode([int(t) for t in request.tokens]), request)
+        ids = np.asarray(self.ids_of(text, request.stop_ids), np.int32)
       cut = len(ids) > request.max_new_tokens
       ids = ids[:request.max_new_tokens]
       log_probs = -np.linspace(0.1, 0.9, len(ids)).astype(np.float32)
       self.drawn_turns.setdefault(session, []).append((tuple(map(int, request.tokens)), tuple(map(int, ids)), tuple(map(float, log_probs))))
       done.append(Completion(session, ids, log_probs, np.full(len(ids), self.version, np.int32), 'length' if cut else 'stop_id'))
-      self.spent_s.append(now - came)
+      self.spent_s.setdefault(session, []).append(now - came)
       del self.requests[session]
     return done
 

@@ -13,7 +13,8 @@ PACKAGE = ROOT / 'sao_jax'
 FILES = sorted(PACKAGE.rglob('*.py'))
 NO_JAX = (
     'config.py', 'config_checks.py', 'data.py', 'data_order.py', 'data_sources', 'datasets', 'environments', 'graders',
-    'benchmarks.py', 'benchmark_scores.py', 'tool_calls.py', 'sandbox')  # Host code that must run where there is no accelerator.
+    'benchmarks.py', 'benchmark_scores.py', 'tool_calls.py', 'sandbox', 'threads.py',
+    'gateway')  # Host code that must run where there is no accelerator.
 FORBIDDEN = {
     'torch', 'tensorflow', 'ray', 'transformers', 'flask', 'fastapi', 'aiohttp', 'uvicorn', 'starlette', 'django', 'gymnasium', 'verifiers'}
 ADAPTERS = {'gymnasium.py': 'gymnasium', 'verifiers.py': 'verifiers'}  # Files of environments/ that exist for a library of others.

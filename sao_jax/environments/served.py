@@ -1,4 +1,4 @@
-"""A conversation that a client of the stand-alone server leads, as an environment. It ends when the client falls silent; nothing is graded."""
+"""A conversation that a client of the stand-alone server leads: an environment that ends when the client falls silent, ungraded."""
 
 from __future__ import annotations
 
