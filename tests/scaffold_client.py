@@ -41,6 +41,16 @@ def main():
     sys.exit('cannot start')
   if mode == 'hang_first':
     time.sleep(600)
+  if mode == 'outside':
+    import socket
+    reached = []
+    for address in (('127.0.0.1', TASK['port']), ('192.0.2.1', 80)):
+      try:
+        socket.create_connection(address, 2.0).close()
+        reached.append(address)
+      except OSError:
+        pass
+    pathlib.Path('reached.json').write_text(json.dumps(reached))
   if mode == 'environment':
     names = sorted(set(os.environ) - {'PATH', 'LANG', 'LC_ALL', 'LC_CTYPE', 'TZ', 'VIRTUAL_ENV', 'PWD', 'OLDPWD', 'SHLVL', '_'})
     ask([{'role': 'user', 'content': ' '.join(names)}])

@@ -94,7 +94,7 @@ def test_an_impatient_openai_client_gets_one_sample():
 SCRIPT = [
     bash('ls -la && cat calc.py', 'THOUGHT: I look at the files first.'),
     bash("sed -i 's/a - b/a + b/' calc.py && python3 -c 'import calc; print(calc.add(2, 3))'", '<think>The sign is wrong.</think>\n\nTHOUGHT: I mend it.'),
-    '<tool_call>{"name": "bash", "arguments": {"command": "ls"}</tool_call>',  # Malformed: told so, it goes on.
+    '<tool_call>{"name": "bash", "arguments": {"command": "ls"}</tool_call>',  # Malformed: it is left out of the history.
     bash('echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT', 'THOUGHT: It is done.')]
 FILES = {'calc.py': '"""Sums."""\n\n\ndef add(a, b):\n  return a - b\n', 'README': 'Sums of numbers.\n'}
 
@@ -128,7 +128,8 @@ def test_mini_swe_agent_mends_a_repository(tmp_path, monkeypatch):
   assert not flow.dropped
   rollout, = flow.rollouts
   assert (rollout.ending, rollout.total_reward, rollout.metrics['scaffold_failed']) == ('terminated', 1.0, 0.0)
-  assert rollout.metrics['requests'] == len(SCRIPT) and rollout.metrics['malformed'] == 1 and rollout.metrics['restarts'] == 0
+  assert rollout.metrics['requests'] == len(SCRIPT) and rollout.metrics['malformed'] == 1 and rollout.metrics['restarts'] == 1
+  assert len(rollout.segments) == 2
   assert check_rollout(rollout, oldest=3, newest=3, vocab_size=factory.chatml().vocab_size, max_length=20_000) == ''
   assert rollout.tokens[rollout.action_mask].tolist() == [i for _, ids, _ in sampler.drawn_turns[0] for i in ids]
   if os.environ.get('SAO_RECORD'):
@@ -138,12 +139,14 @@ def test_mini_swe_agent_mends_a_repository(tmp_path, monkeypatch):
     RECORDED.write_text(text.replace(str(tmp_path), '/folder') + '\n')
 
 
-def test_what_mini_swe_agent_sends_goes_on_without_a_new_segment():
+def test_what_mini_swe_agent_sends_goes_on_but_where_it_leaves_a_turn_out():
   recorded = json.loads(RECORDED.read_text())
   assert len(recorded['requests']) == len(SCRIPT)
   with serving(lambda prompt, n: SCRIPT[n]) as (server, [(policy, key)]):
     for i, body in enumerate(recorded['requests']):
       status, answer, _ = post(server, key, body)
       assert status == 200 and (answer['choices'][0]['finish_reason'] == 'tool_calls') == (i != 2)
-    assert not any(p.restart for p in policy.prompts)
-    assert [[m['role'] for m in p.messages] for p in policy.prompts] == [['system', 'user'], ['tool'], ['tool'], ['user']]
+    assert [p.restart for p in policy.prompts] == [False, False, False, True]
+    assert [[m['role'] for m in p.messages] for p in policy.prompts] == [
+        ['system', 'user'], ['tool'], ['tool'], ['system', 'user', 'assistant', 'tool', 'assistant', 'tool', 'user']]
+    assert [m['content'] for m in policy.prompts[3].messages if m['role'] == 'assistant'] == SCRIPT[:2]  # As sampled, reasoning and all.

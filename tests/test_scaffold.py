@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import socket
 import sys
 import time
 
@@ -32,6 +33,11 @@ def broken_grade(outcome: Outcome):
 
 def odd_grade(outcome: Outcome):
   return 'good'
+
+
+def nothing_reached(outcome: Outcome):
+  """1 for a program that got its answer and reached nothing else."""
+  return float(json.loads((outcome.folder / 'reached.json').read_text()) == [] and grade(outcome)['reward'])
 
 
 def last_folder(outcome: Outcome):
@@ -268,6 +274,21 @@ def test_commands_are_filled_and_quoted():
   fields = {'a': "it's $HOME", 'n': 3, 'list': [1]}
   assert fill(['x', '{a}-{n}-{list}-{other}-{}'], fields) == ['x', "it's $HOME-3-{list}-{other}-{}"]
   assert fill('echo {a} {n} ${HOME} {x}', fields) == ['/bin/sh', '-c', "echo 'it'\"'\"'s $HOME' 3 ${HOME} {x}"]
+
+
+def test_a_program_that_reaches_nothing_but_the_gateway(make):
+  try:
+    scaffold.check_namespaces()
+  except ValueError as error:
+    pytest.skip(f'mounting needs more rights: {error}')
+  with socket.create_server(('127.0.0.1', 0)) as listener:
+    port = listener.getsockname()[1]
+    flow, sampler, _ = run_engine(
+        lambda: make(network='gateway', grade='tests.test_scaffold:nothing_reached'), [task_of('outside', port=port)], say)
+    assert flow.rollouts[0].total_reward == 1.0 and flow.rollouts[0].metrics['scaffold_failed'] == 0.0
+    check(flow, sampler)
+    flow, _, _ = run_engine(lambda: make(grade='tests.test_scaffold:nothing_reached'), [task_of('outside', port=port)], say)
+    assert flow.rollouts[0].total_reward == 0.0  # The test can fail.
 
 
 @pytest.mark.slow

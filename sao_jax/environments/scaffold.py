@@ -15,7 +15,7 @@ policy for it: each of its requests is an observation, each turn of the policy t
 
 Isolation: none by default: the program runs as a process of this host, with its files and its network, and may do what this user may. It
 gets none of the trainer's environment variables but PATH and the locale, a home and a temporary folder of its own, and everything that it
-has started is ended with it.
+has started is ended with it. With network='gateway' it runs in a network namespace of its own, where there is nothing but the gateway.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ import functools
 import json
 import pathlib
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 from typing import Any, Mapping, Sequence
@@ -36,18 +38,41 @@ from sao_jax.environments.scaffold_process import Command, Process, ScaffoldFail
 from sao_jax.tool_calls import FORMATS, ToolCall, ToolCallError
 
 
+NAMESPACE = ('unshare', '--user', '--map-current-user', '--net', '--keep-caps')
+FORWARD = str(pathlib.Path(gateway.__file__).with_name('forward.py'))
+
+
+@functools.cache
+def check_namespaces() -> None:
+  """Raises ValueError where this host gives no network namespace."""
+  try:
+    done = subprocess.run([*NAMESPACE, 'true'], capture_output=True, text=True, timeout=20, check=False)
+    reason = done.stderr.strip() if done.returncode else ''
+  except (OSError, subprocess.TimeoutExpired) as error:
+    reason = str(error)
+  if reason:
+    raise ValueError(f"network='gateway' needs network namespaces, and this host gives none ({reason}); use network='host'.")
+
+
 class SharedGateway:
   """The gateway of this process: one for all scaffolds with the same settings, there while one of them is."""
 
   def __init__(self):
     self._lock = threading.Lock()
     self._gateways: dict[gateway.GatewaySettings, tuple[gateway.Gateway, int]] = {}
+    self._folders: dict[gateway.GatewaySettings, str] = {}  # Of their unix sockets.
 
   def take(self, settings: gateway.GatewaySettings) -> gateway.Gateway:
     with self._lock:
       server, users = self._gateways.get(settings, (None, 0))
       if server is None:
-        server = gateway.Gateway(settings).start()
+        folder = tempfile.mkdtemp(prefix='sao_gateway_')
+        try:
+          server = gateway.Gateway(settings, unix_socket=pathlib.Path(folder) / 'socket').start()
+        except BaseException:
+          shutil.rmtree(folder, ignore_errors=True)
+          raise
+        self._folders[settings] = folder
       self._gateways[settings] = (server, users + 1)
       return server
 
@@ -57,7 +82,11 @@ class SharedGateway:
       if users > 1:
         self._gateways[settings] = (server, users - 1)
         return
-    server.close()
+      folder = self._folders.pop(settings)
+    try:
+      server.close()
+    finally:
+      shutil.rmtree(folder, ignore_errors=True)
 
 
 _shared = SharedGateway()
@@ -77,6 +106,7 @@ class Scaffold(base.Environment):
     stdin: what the program reads there, with fields filled in as {name}.
     workspace: folder whose content the working folder starts with; fields are filled in.
     variables: added to the program's environment.
+    network: 'host', or 'gateway' for a program that reaches nothing but the gateway (Linux, where user namespaces are allowed).
     tool_format: how calls in turns that others wrote (examples in a prompt) are shown to the policy.
     idle_limit_s: longest time between two requests, and from the last one to the end; must be below task.step_timeout_s.
     grade_timeout_s: of the grading command.
@@ -95,7 +125,7 @@ class Scaffold(base.Environment):
   def __init__(
       self, *, command: Command, source: Any, grade: str = '', grade_command: Command | str = '', result_file: str = '',
       hidden: Sequence[str] = ('answer',), stdin: str = '', workspace: str = '', variables: Mapping[str, str] | None = None,
-      tool_format: str = 'hermes', idle_limit_s: float = 50.0, grade_timeout_s: float = 30.0, file_mb: int = 256,
+      network: str = 'host', tool_format: str = 'hermes', idle_limit_s: float = 50.0, grade_timeout_s: float = 30.0, file_mb: int = 256,
       requests_per_s: float = 50.0, max_request_mb: int = 16, test_share: float = 0.1, keep_folders: str = '',
   ):
     self._command = check_command('command', command)
@@ -105,6 +135,10 @@ class Scaffold(base.Environment):
     self._grade_command = check_command('grade_command', grade_command) if grade_command else ''
     if result_file and (pathlib.PurePath(result_file).is_absolute() or '..' in pathlib.PurePath(result_file).parts):
       raise ValueError(f'result_file must be a path inside of the working folder, got {result_file!r}.')
+    if network not in ('host', 'gateway'):
+      raise ValueError(f"network must be 'host' or 'gateway', got {network!r}.")
+    if network == 'gateway':
+      check_namespaces()
     if tool_format not in FORMATS:
       raise ValueError(f'tool_format must be one of {", ".join(FORMATS)}, got {tool_format!r}.')
     for name, value, low, high in (
@@ -116,7 +150,8 @@ class Scaffold(base.Environment):
     if not all(isinstance(x, str) for item in self._variables.items() for x in item):
       raise ValueError('variables must map names to texts.')
     self._result_file, self._hidden, self._stdin, self._workspace = result_file, frozenset(hidden), stdin, workspace
-    self._tool_format, self._idle_s, self._grade_s, self._file_mb = tool_format, idle_limit_s, grade_timeout_s, file_mb
+    self._network, self._tool_format = network, tool_format
+    self._idle_s, self._grade_s, self._file_mb = idle_limit_s, grade_timeout_s, file_mb
     self._settings = gateway.GatewaySettings(
         requests_per_s=requests_per_s, burst=max(1, int(2 * requests_per_s)), http=gateway.HttpLimits(body_bytes=max_request_mb << 20))
     self._keep, self._rows = keep_folders, _splits(_frozen(source), test_share)
@@ -289,11 +324,12 @@ class Episode:
     variables = {
         'OPENAI_BASE_URL': self._server.url, 'OPENAI_API_BASE': self._server.url, 'OPENAI_API_KEY': self._key,
         'SAO_TASK_FILE': str(self.root / 'task.json'), 'NO_PROXY': '127.0.0.1,localhost', **e._variables}
+    alone = [*NAMESPACE, sys.executable, '-S', FORWARD, str(self._server.unix_socket)] if e._network == 'gateway' else []
     with self._lock:
       if self._closed:
         raise gateway.Ended
       self.process = Process(
-          fill(e._command, fields), folder=folder, home=home, output=self.root / 'output', stdin=_filled(e._stdin, shown).encode(),
+          alone + fill(e._command, fields), folder=folder, home=home, output=self.root / 'output', stdin=_filled(e._stdin, shown).encode(),
           variables=variables, file_mb=e._file_mb)
 
   def next(self) -> gateway.Prompt | None:

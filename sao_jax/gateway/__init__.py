@@ -3,7 +3,8 @@
     http.py      HTTP/1.1 with limits          chat.py     requests and answers in OpenAI's form
     history.py   does a request go on?         sessions.py the mailbox of a session, and its record
     turns.py     from a sampled turn to a message
-    server.py    routes, keys, rates
+    server.py    routes, keys, rates           switchboard.py  many conversations under one key
+    forward.py   a program without network reaches the server through its unix socket
 """
 
 from sao_jax.gateway.chat import Answer, ChatRequest

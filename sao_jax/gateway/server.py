@@ -88,7 +88,7 @@ class Gateway:
 
   def __init__(self, settings: GatewaySettings = GatewaySettings(), *, unix_socket: pathlib.Path | None = None):
     self.settings = settings
-    self._unix_socket = unix_socket
+    self.unix_socket = unix_socket
     self._keys, self._buckets = Keys(), {}
     self._group = WorkerGroup()
     self._ready = threading.Event()
@@ -165,8 +165,8 @@ class Gateway:
     self._done = asyncio.Event()
     try:
       self.port = await self._http.listen(self.settings.host, self.settings.port)
-      if self._unix_socket is not None:
-        await self._http.listen_unix(str(self._unix_socket))
+      if self.unix_socket is not None:
+        await self._http.listen_unix(str(self.unix_socket))
     except OSError as error:
       where = f'{self.settings.host}:{self.settings.port}'
       self._failure = OSError(error.errno, f'The gateway cannot listen on {where}: {error.strerror or error}. Choose another port or host.')
