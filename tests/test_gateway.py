@@ -130,7 +130,8 @@ def test_calls_that_others_made_up_are_shown_in_the_form_of_the_policy():
 
 
 @pytest.mark.parametrize('text', [
-    '<tool_call>{"name": "bash"', '<tool_call>ls</tool_call>', call('ls', name='zsh'), call('ls') + '</tool_call>', call('ls') + call('x', name='y')])
+    '<tool_call>{"name": "bash"', '<tool_call>ls</tool_call>', call('ls', name='zsh'), call('ls') + '</tool_call>',
+    call('ls') + call('x', name='y')])
 def test_a_malformed_call_is_shown_as_it_was_sampled(text):
   with serving(lambda prompt, n: 'So: ' + text) as (server, [(policy, key)]):
     said = ask(server, key, [user('x')], tools=TOOLS)
@@ -152,17 +153,19 @@ def test_tool_choice_none_and_stop_strings_shape_the_message_only():
 def test_the_form_of_answers():
   with serving(lambda prompt, n: '<think>why</think>Well.' + call('ls')) as (server, [(policy, key)]):
     body = {
-        'model': 'any', 'messages': [user('x')], 'tools': TOOLS, 'logprobs': True, 'return_token_ids': True, 'temperature': 0.2, 'top_p': 0.9,
-        'odd:name': 1}
+        'model': 'any', 'messages': [user('x')], 'tools': TOOLS, 'logprobs': True, 'return_token_ids': True,
+        'temperature': 0.2, 'top_p': 0.9, 'odd:name': 1}
     status, whole, headers = post(server, key, body)
     choice, turn = whole['choices'][0], policy.turns[0]
     assert status == 200 and whole['object'] == 'chat.completion' and whole['model'] == 'any' and choice['finish_reason'] == 'tool_calls'
     assert headers['X-Sao-Overridden'] == 'temperature,top_p'
     assert whole['prompt_token_ids'] == list(turn.prompt_ids) and choice['token_ids'] == list(turn.ids)
-    assert choice['policy_versions'] == list(turn.versions) and [t['logprob'] for t in choice['logprobs']['content']] == list(turn.log_probs)
+    assert choice['policy_versions'] == list(turn.versions)
+    assert [t['logprob'] for t in choice['logprobs']['content']] == list(turn.log_probs)
     assert whole['usage'] == {
         'prompt_tokens': len(turn.prompt_ids), 'completion_tokens': len(turn.ids), 'total_tokens': len(turn.prompt_ids) + len(turn.ids)}
-    status, stream, headers = post(server, key, {**body, 'messages': [user('y')], 'stream': True, 'stream_options': {'include_usage': True}})
+    status, stream, headers = post(
+        server, key, {**body, 'messages': [user('y')], 'stream': True, 'stream_options': {'include_usage': True}})
     assert headers['Content-Type'].startswith('text/event-stream')
     events = stream.decode().split('\n\n')
     assert events[-2:] == ['data: [DONE]', '']

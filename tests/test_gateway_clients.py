@@ -93,7 +93,8 @@ def test_an_impatient_openai_client_gets_one_sample():
 
 SCRIPT = [
     bash('ls -la && cat calc.py', 'THOUGHT: I look at the files first.'),
-    bash("sed -i 's/a - b/a + b/' calc.py && python3 -c 'import calc; print(calc.add(2, 3))'", '<think>The sign is wrong.</think>\n\nTHOUGHT: I mend it.'),
+    bash("sed -i 's/a - b/a + b/' calc.py && python3 -c 'import calc; print(calc.add(2, 3))'",
+         '<think>The sign is wrong.</think>\n\nTHOUGHT: I mend it.'),
     '<tool_call>{"name": "bash", "arguments": {"command": "ls"}</tool_call>',  # Malformed: it is left out of the history.
     bash('echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT', 'THOUGHT: It is done.')]
 FILES = {'calc.py': '"""Sums."""\n\n\ndef add(a, b):\n  return a - b\n', 'README': 'Sums of numbers.\n'}
@@ -124,7 +125,8 @@ def test_mini_swe_agent_mends_a_repository(tmp_path, monkeypatch):
       grade_command="python3 -c 'import calc; print(int(calc.add(2, 3) == 5))'")
   turns = iter(SCRIPT)
   task = made().sample_task(0, 'train', 0)
-  flow, sampler, _ = run_engine(made, [task], lambda prompt, request: next(turns), deadline_s=300.0, time_limit_s=300.0, step_timeout_s=200.0)
+  flow, sampler, _ = run_engine(
+      made, [task], lambda prompt, request: next(turns), deadline_s=300.0, time_limit_s=300.0, step_timeout_s=200.0)
   assert not flow.dropped
   rollout, = flow.rollouts
   assert (rollout.ending, rollout.total_reward, rollout.metrics['scaffold_failed']) == ('terminated', 1.0, 0.0)
@@ -133,8 +135,8 @@ def test_mini_swe_agent_mends_a_repository(tmp_path, monkeypatch):
   assert check_rollout(rollout, oldest=3, newest=3, vocab_size=factory.chatml().vocab_size, max_length=20_000) == ''
   assert rollout.tokens[rollout.action_mask].tolist() == [i for _, ids, _ in sampler.drawn_turns[0] for i in ids]
   if os.environ.get('SAO_RECORD'):
-    version = subprocess.run(
-        [python, '-c', 'import minisweagent; print(minisweagent.__version__)'], capture_output=True, text=True, check=True).stdout.split()[-1]
+    asked = [python, '-c', 'import minisweagent; print(minisweagent.__version__)']
+    version = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()[-1]
     text = json.dumps({'mini_swe_agent': version, 'requests': bodies}, indent=1)
     RECORDED.write_text(text.replace(str(tmp_path), '/folder') + '\n')
 

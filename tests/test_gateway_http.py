@@ -34,12 +34,14 @@ CLOSE = 'Connection: close\r\n'
 
 REQUESTS = [
     (b'\x16\x03\x01\x02\x00\x01\x00\r\n\r\n', 400), (b'GARBAGE\r\n\r\n', 400), (b'\r\n\r\n', 408), (b'GET /health\r\n\r\n', 400),
-    (b'GET /health HTTP/1.1\r\n\r\n', 400), (b'GET /health HTTP/2.0\r\nHost: x\r\n\r\n', 505), (b'GET /health HTTP/1.1\r\nHost : x\r\n\r\n', 400),
+    (b'GET /health HTTP/1.1\r\n\r\n', 400), (b'GET /health HTTP/2.0\r\nHost: x\r\n\r\n', 505),
+    (b'GET /health HTTP/1.1\r\nHost : x\r\n\r\n', 400),
     (b'GET /health HTTP/1.1\r\nHost: x\r\n folded: y\r\n\r\n', 400), (b'GET /health HTTP/1.1\r\nHost: x\x00\r\n\r\n', 400),
     (b'GET /health HTTP/1.1\r\nHost: x\nA: b\r\n\r\n', 400), (b'GET /health HTTP/1.1\r\nHost: x\rA: b\r\n\r\n', 400),
     (b'GET /health HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n', 400), (b'G\xc3\xa4T /health HTTP/1.1\r\nHost: x\r\n\r\n', 400),
     (b'GET /he alth HTTP/1.1\r\nHost: x\r\n\r\n', 400), (b'GET /health HTTP/1.1\r\nHost: x\r\nA: ' + b' ' * 3000 + b'\x01\r\n\r\n', 400),
-    (b'GET /' + b'a' * 5000 + b' HTTP/1.1\r\nHost: x\r\n\r\n', 431), (b'GET /health HTTP/1.1\r\nHost: x\r\nA: ' + b'b' * 5000 + b'\r\n\r\n', 431),
+    (b'GET /' + b'a' * 5000 + b' HTTP/1.1\r\nHost: x\r\n\r\n', 431),
+    (b'GET /health HTTP/1.1\r\nHost: x\r\nA: ' + b'b' * 5000 + b'\r\n\r\n', 431),
     (b'GET /health HTTP/1.1\r\nHost: x\r\n' + b'A: b\r\n' * 30 + b'\r\n', 431), (b'A' * 200_000, 431), (b'GET /health HTTP/1.1\r\nHo', 408),
     (b'POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n\r\n', 411),
     (b'POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n', 411),
@@ -89,8 +91,8 @@ def test_paths_methods_and_keys(served, path, method, key, status):
 
 
 @pytest.mark.parametrize('header', [
-    '', 'Authorization: Bearer', 'Authorization: Bearer ', 'Authorization: Basic {key}', 'Authorization: Bearer {key}x', 'Authorization: {key}',
-    'Authorization: Bearer \xe4\xf6', 'Authorization: Bearer sk-', 'Authorization: Bearer {key} {key}'])
+    '', 'Authorization: Bearer', 'Authorization: Bearer ', 'Authorization: Basic {key}', 'Authorization: Bearer {key}x',
+    'Authorization: {key}', 'Authorization: Bearer \xe4\xf6', 'Authorization: Bearer sk-', 'Authorization: Bearer {key} {key}'])
 def test_wrong_keys_are_refused(served, header):
   server, key = served
   data = f'GET /v1/models HTTP/1.1\r\nHost: x\r\n{CLOSE}{header.format(key=key)}{chr(13) + chr(10) if header else ""}\r\n'
@@ -98,8 +100,8 @@ def test_wrong_keys_are_refused(served, header):
 
 
 BODIES = [
-    b'', b'{', b'[]', b'null', b'"x"', b'{"messages": NaN}', b'{"messages": [], "x": Infinity}', b'{"messages": [], "x": 1e999}', b'\xff\xfe',
-    b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}',
+    b'', b'{', b'[]', b'null', b'"x"', b'{"messages": NaN}', b'{"messages": [], "x": Infinity}',
+    b'{"messages": [], "x": 1e999}', b'\xff\xfe', b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}',
     b'[' * 15_000, b'{"a":' * 3000 + b'1' + b'}' * 3000, b'{"messages": ' + b'9' * 5000 + b'}']
 
 
@@ -131,8 +133,10 @@ REFUSED = [
     ({'functions': []}, 'functions'), ({'modalities': ['audio']}, 'modalities'), ({'top_logprobs': 3}, 'top_logprobs'),
     ({'tool_choice': 'required'}, 'tool_choice'), ({'tool_choice': {'type': 'function'}}, 'tool_choice'), ({'max_tokens': 0}, 'max_tokens'),
     ({'max_tokens': 1.5}, 'max_tokens'), ({'max_completion_tokens': 'x'}, 'max_completion_tokens'), ({'max_tokens': True}, 'max_tokens'),
-    ({'stop': ['']}, 'stop'), ({'stop': 3}, 'stop'), ({'stop': ['x'] * 50}, 'stop'), ({'stream': 1}, 'stream'), ({'stream_options': 1}, 'stream_options'),
-    ({'logprobs': 'yes'}, 'logprobs'), ({'model': 3}, 'model'), ({'tools': {}}, 'tools'), ({'tools': [{}]}, 'tools'), ({'tools': [TOOL, TOOL]}, 'tools'),
+    ({'stop': ['']}, 'stop'), ({'stop': 3}, 'stop'), ({'stop': ['x'] * 50}, 'stop'), ({'stream': 1}, 'stream'),
+    ({'stream_options': 1}, 'stream_options'),
+    ({'logprobs': 'yes'}, 'logprobs'), ({'model': 3}, 'model'), ({'tools': {}}, 'tools'), ({'tools': [{}]}, 'tools'),
+    ({'tools': [TOOL, TOOL]}, 'tools'),
     ({'tools': [{'type': 'function', 'function': {'name': 'a b'}}]}, 'tools'), ({'tools': [{'type': 'custom', 'custom': {}}]}, 'tools'),
     ({'tools': [tool_with(properties=[])]}, 'tools'), ({'tools': [tool_with(properties={'x': True})]}, 'tools'),
     ({'tools': [tool_with(properties={'x': {'type': [{}]}})]}, 'tools'), ({'tools': [tool_with(required='x')]}, 'tools'),
@@ -150,11 +154,12 @@ def test_what_is_read():
   request = chat.parse(json.dumps({
       'model': 'x', 'messages': [
           {'role': 'developer', 'content': [{'type': 'text', 'text': 'a'}, {'type': 'text', 'text': 'b'}]}, user('q'),
-          {'role': 'assistant', 'content': None, 'tool_calls': [{'id': '1', 'type': 'function', 'function': {'name': 'f', 'arguments': '{}'}}],
-           'refusal': None, 'audio': None},
+          {'role': 'assistant', 'content': None,
+           'tool_calls': [{'id': '1', 'type': 'function', 'function': {'name': 'f', 'arguments': '{}'}}], 'refusal': None, 'audio': None},
           {'role': 'tool', 'tool_call_id': '1', 'content': 'r'}],
       'tools': [TOOL], 'max_tokens': 9, 'max_completion_tokens': 7, 'stop': 'END', 'temperature': 0.1, 'seed': None, 'user': 'me', 'odd': 1,
-      'parallel_tool_calls': False, 'n': 1, 'response_format': {'type': 'text'}, 'stream': True, 'stream_options': {'include_usage': True}}).encode())
+      'parallel_tool_calls': False, 'n': 1, 'response_format': {'type': 'text'}, 'stream': True,
+      'stream_options': {'include_usage': True}}).encode())
   assert [(m['role'], m['content']) for m in request.messages] == [('system', 'ab'), ('user', 'q'), ('assistant', ''), ('tool', 'r')]
   assert request.messages[2]['tool_calls'] == (('f', '{}'),) and request.stop == ('END',) and request.max_tokens == 7
   assert request.overridden == ('odd', 'temperature', 'parallel_tool_calls') and request.stream and request.include_usage and request.calls

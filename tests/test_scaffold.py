@@ -146,7 +146,8 @@ def environ(folder):
     return b''
 
 
-@pytest.mark.parametrize('mode, message', [('crash_first', 'status 1 .*cannot start'), ('hang_first', 'asked for nothing within idle_limit_s=0.5')])
+@pytest.mark.parametrize('mode, message', [
+    ('crash_first', 'status 1 .*cannot start'), ('hang_first', 'asked for nothing within idle_limit_s=0.5')])
 def test_a_program_that_never_asks_is_a_failure_of_the_environment(make, mode, message):
   environment = make(idle_limit_s=0.5 if mode == 'hang_first' else 15.0)
   with pytest.raises(base.EnvironmentFailure, match=message) as caught:
@@ -163,8 +164,9 @@ def test_what_a_program_finds(make, tmp_path, monkeypatch):
   (tmp_path / 'work').mkdir()
   (tmp_path / 'work' / 'given.txt').write_text('x')
   flow, _, _ = run_engine(
-      lambda: make(grade='tests.test_scaffold:last_folder', stdin='Q: {question} {answer} {"json": 1}', workspace='{where}', hidden=['answer', 'where'],
-                   variables={'MINE': 'yes'}), [task_of('environment', where=str(tmp_path / 'work'))], say)
+      lambda: make(
+          grade='tests.test_scaffold:last_folder', stdin='Q: {question} {answer} {"json": 1}', workspace='{where}',
+          hidden=['answer', 'where'], variables={'MINE': 'yes'}), [task_of('environment', where=str(tmp_path / 'work'))], say)
   assert flow.rollouts[0].total_reward == 1.0
   seen = json.loads((tmp_path / 'seen').read_text())
   assert seen['names'] == sorted([
@@ -192,7 +194,8 @@ def test_turns_that_a_limit_cut_reach_the_program(make):
 
 STRICT = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}{% endif %}"
-    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 
 
 def test_messages_that_the_template_refuses_lose_the_rollout_and_not_the_run(make):
@@ -201,11 +204,12 @@ def test_messages_that_the_template_refuses_lose_the_rollout_and_not_the_run(mak
 
 
 @pytest.mark.parametrize('command, outcome', [
-    ('echo noise; echo 0.5', 0.5), (['/bin/echo', '{"reward": 2, "success": 0}'], 2.0), ('test "$SAO_EXIT_CODE" = 0 && test -s answer.txt && echo 1', 1.0),
+    ('echo noise; echo 0.5', 0.5), (['/bin/echo', '{"reward": 2, "success": 0}'], 2.0),
+    ('test "$SAO_EXIT_CODE" = 0 && test -s answer.txt && echo 1', 1.0),
     (f'{sys.executable} -c "import json, os; print(json.load(open(os.environ[\'SAO_TASK_FILE\']))[\'answer\'])"', 1.0),
     (f'{sys.executable} -c "import json, os; print(len(json.load(open(os.environ[\'SAO_TRANSCRIPT_FILE\']))[\'turns\']))"', 2.0),
-    ('exit 3', 'grader_error'), ('echo good', 'grader_error'), ('echo NaN', 'grader_error'), ('true', 'grader_error'), ('sleep 60', 'grader_timeout'),
-    ('/no/such/grader', 'grader_error')])
+    ('exit 3', 'grader_error'), ('echo good', 'grader_error'), ('echo NaN', 'grader_error'), ('true', 'grader_error'),
+    ('sleep 60', 'grader_timeout'), ('/no/such/grader', 'grader_error')])
 def test_a_command_grades(make, command, outcome):
   flow, _, _ = run_engine(lambda: make(grade_command=command, grade_timeout_s=1.0 if 'sleep' in command else 20.0), [task_of()], say)
   if isinstance(outcome, float):
@@ -215,7 +219,8 @@ def test_a_command_grades(make, command, outcome):
     assert dict(flow.dropped) == {outcome: 1}
 
 
-@pytest.mark.parametrize('result, reward', [('0.25', 0.25), ('{"reward": 1}', 1.0), (None, 0.0), ('nonsense', 0.0), ('{"reward": NaN}', 0.0)])
+@pytest.mark.parametrize('result, reward', [('0.25', 0.25), ('{"reward": 1}', 1.0), (None, 0.0), ('nonsense', 0.0),
+    ('{"reward": NaN}', 0.0)])
 def test_a_file_grades(make, result, reward):
   fields = {} if result is None else {'result': result}
   flow, _, _ = run_engine(lambda: make(result_file='result.json'), [task_of(**fields)], say)
@@ -260,9 +265,10 @@ def test_tasks_and_settings(make, source, tmp_path):
     environment.check_run(workers=8, sessions=64, step_timeout_s=60.0)
   with pytest.raises(ValueError, match='task.step_timeout_s must be above 15'):
     environment.check_run(workers=8, sessions=8, step_timeout_s=15.0)
-  for wrong in ({'command': ''}, {'command': []}, {'command': [1]}, {'grade': ''}, {'grade': 'no.such:thing'}, {'grade': 'json:dumps', 'result_file': 'x'},
-                {'result_file': '../x'}, {'result_file': '/x'}, {'tool_format': 'xml'}, {'idle_limit_s': 0}, {'variables': {'A': 1}}, {'file_mb': 0.5},
-                {'source': str(tmp_path / 'none.jsonl')}):
+  for wrong in (
+      {'command': ''}, {'command': []}, {'command': [1]}, {'grade': ''}, {'grade': 'no.such:thing'}, {'network': 'none'},
+      {'grade': 'json:dumps', 'result_file': 'x'}, {'result_file': '../x'}, {'result_file': '/x'}, {'tool_format': 'xml'},
+      {'idle_limit_s': 0}, {'variables': {'A': 1}}, {'file_mb': 0.5}, {'source': str(tmp_path / 'none.jsonl')}):
     with pytest.raises((ValueError, OSError)):
       values = {'command': ['x'], 'source': source, 'grade': 'json:dumps', **wrong}
       if wrong.keys() == {'result_file'}:

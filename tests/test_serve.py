@@ -73,7 +73,8 @@ def serve(*arguments, **variables):
 
 
 @pytest.mark.parametrize('arguments, text', [
-    ((), 'what is to be served'), (('--workdir=x', '--pretrained=y'), 'what is to be served'), (('--pretrained=y', '--checkpoint=1'), 'of a --workdir')])
+    ((), 'what is to be served'), (('--workdir=x', '--pretrained=y'), 'what is to be served'),
+    (('--pretrained=y', '--checkpoint=1'), 'of a --workdir')])
 def test_flags_that_do_not_go_together(arguments, text):
   process = serve(*arguments)
   output, errors = process.communicate(timeout=60)
@@ -88,8 +89,8 @@ def test_a_tiny_model_is_served(tmp_path):
   params = jax.jit(lambda key: transformer.init(transformer.Policy, config, key))(jax.random.key(0))
   pretrained.save_params(tmp_path / 'model', config, params, tokenizer)
   process = serve(
-      f'--pretrained={tmp_path / "model"}', '--max_tokens=256', '--max_turn_tokens=24', '--sessions=4', f'--output={tmp_path / "out.jsonl"}',
-      SAO_SERVE_KEY='sk-mine')
+      f'--pretrained={tmp_path / "model"}', '--max_tokens=256', '--max_turn_tokens=24', '--sessions=4',
+      f'--output={tmp_path / "out.jsonl"}', SAO_SERVE_KEY='sk-mine')
   try:
     lines = iter(process.stderr.readline, '')
     url = next(line for line in lines if line.startswith('OPENAI_BASE_URL=')).strip().split('=', 1)[1]
@@ -119,7 +120,9 @@ def test_a_tiny_model_is_served(tmp_path):
   summary = json.loads(output)
   written = [json.loads(line) for line in (tmp_path / 'out.jsonl').read_text().splitlines()]
   assert summary['conversations'] == len(written) and summary['policy_step'] == 0
-  turns = [(w['tokens'][:t['start']], w['tokens'][t['start']:t['stop']]) for w in written for t in w['turns'] if len(w['segment_starts']) == 1]
+  turns = [
+      (w['tokens'][:t['start']], w['tokens'][t['start']:t['stop']])
+      for w in written for t in w['turns'] if len(w['segment_starts']) == 1]
   assert sum(map(len, seen)) >= 6 and all(turn in turns for drawn in seen for turn in [(list(p), list(i)) for p, i in drawn])
   for w in written:
     assert [v for v, action in zip(w['policy_version'], w['action_mask']) if action] == [0] * sum(w['action_mask'])
