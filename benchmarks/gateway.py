@@ -1,6 +1,6 @@
 """Latency that the gateway adds to a request, over the time that the sampler itself takes.
 
-    python benchmarks/gateway.py [--sessions 1 64] [--turns 20] [--turn_s 0.5]
+    python benchmarks/gateway.py [--sessions 1 64] [--turns 20] [--turn_s 1.0]
 
 The whole path is measured: a client's HTTP request, the environment's thread, the engine with a real conversation format, a sampler that
 answers each turn `turn_s` after it was asked (a real turn takes longer, and nothing else of it matters here), and back. Clients run in
@@ -123,7 +123,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--sessions', type=int, nargs='+', default=[1, 64])
   parser.add_argument('--turns', type=int, default=20)
-  parser.add_argument('--turn_s', type=float, default=0.5)
+  parser.add_argument('--turn_s', type=float, default=1.0)
   parser.add_argument('--client', default='')
   arguments = parser.parse_args()
   if arguments.client:

@@ -64,6 +64,8 @@ def read_settings(settings) -> dict:
       ('sampler', 'sessions', SESSIONS.value)):
     if value is not None:
       values[section][name] = value
+  values['learner']['lengths'] = (values['task']['max_tokens'],)  # Nothing is learned here.
+  values['sampler']['cache_lengths'] = ()
   if TEMPERATURE.value is not None:
     values['sampler']['temperature'] = TEMPERATURE.value or 1.0
   values['sampler']['slots'] = min(values['sampler']['slots'], values['sampler']['sessions'])

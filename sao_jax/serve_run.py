@@ -18,7 +18,7 @@ import time
 from typing import Any, Callable, Mapping
 
 from sao_jax import config as settings_lib, gateway
-from sao_jax.config import Config
+from sao_jax.config import AlgorithmConfig, Config
 from sao_jax.environments.base import Task
 from sao_jax.environments.served import Served
 from sao_jax.evaluate_run import opened, policy_of
@@ -180,6 +180,7 @@ def _fitted(config: Config, quiet_s: float) -> Config:
           config.task, name='ask', settings={'conversation': 'chat'}, max_turns=MAX_TURNS, max_segments=MAX_SEGMENTS, compact_room=0,
           max_turn_tokens=min(config.task.max_turn_tokens, total), time_limit_s=FOREVER_S, step_timeout_s=quiet_s + 60.0, retries=0,
           max_failure_share=1.0, workers=max(sessions, config.task.workers)),
+      sampler=dataclasses.replace(config.sampler, pages=0, cache_lengths=()), algorithm=AlgorithmConfig(),
       learner=dataclasses.replace(config.learner, lengths=(total,)), sft=dataclasses.replace(config.sft, steps=0),
       value_pretrain=dataclasses.replace(config.value_pretrain, rollouts=0), rl=dataclasses.replace(config.rl, policy_steps=0))
   settings_lib.check(fitted)

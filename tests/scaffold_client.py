@@ -78,6 +78,9 @@ def main():
         pathlib.Path('answer.txt').write_text(said['content'])
         return
       messages += [said, {'role': 'user', 'content': 'more, please. ' * 20}]
+  if mode == 'stop':
+    ask(messages, stop=['END', 'OVER'])
+    ask([*messages, {'role': 'user', 'content': 'and now without'}])
   if mode == 'odd_message':
     ask(messages)
     ask([*messages, {'role': 'tool', 'content': 'nobody asked'}, {'role': 'system', 'content': 'x'}, {'role': 'user', 'content': ''}])

@@ -63,7 +63,9 @@ class ScriptedSampler:
       cut = len(ids) > request.max_new_tokens
       ids = ids[:request.max_new_tokens]
       log_probs = -np.linspace(0.1, 0.9, len(ids)).astype(np.float32)
-      self.drawn_turns.setdefault(session, []).append((tuple(map(int, request.tokens)), tuple(map(int, ids)), tuple(map(float, log_probs))))
+      if self.fixed_ids is None:
+        turn = tuple(map(int, request.tokens)), tuple(map(int, ids)), tuple(map(float, log_probs))
+        self.drawn_turns.setdefault(session, []).append(turn)
       done.append(Completion(session, ids, log_probs, np.full(len(ids), self.version, np.int32), 'length' if cut else 'stop_id'))
       self.spent_s.setdefault(session, []).append(now - came)
       del self.requests[session]

@@ -1,5 +1,6 @@
 """The scaffold environment with real processes: tasks, what a program finds, how it ends, grades, and exact tokens in its rollouts."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -9,7 +10,8 @@ import time
 
 import pytest
 
-from sao_jax import environments, tool_calls
+from sao_jax import environments, parts, tool_calls
+from sao_jax.config import Config, TaskConfig
 from sao_jax.environments import base, scaffold
 from sao_jax.environments.scaffold_grading import Outcome, as_grade
 from sao_jax.environments.scaffold_process import fill
@@ -190,6 +192,21 @@ def test_turns_that_a_limit_cut_reach_the_program(make):
   flow, sampler, _ = run_engine(make, [task_of(max_tokens=5)], say)
   assert flow.rollouts[0].ending == 'terminated' and flow.rollouts[0].num_actions == 5 and flow.rollouts[0].metrics['malformed'] == 0.0
   check(flow, sampler)
+
+
+def test_stop_strings_hold_for_one_turn(make):
+  seen = []
+  flow, _, _ = run_engine(make, [task_of('stop')], lambda prompt, request: seen.append(request.stop_strings) or say(prompt, request))
+  assert seen[:3] == [('END', 'OVER'), (), ()] and flow.rollouts[0].metrics['restarts'] == 2
+  with pytest.raises(ValueError, match='stop of an observation'):
+    base.Observation(stop='END')
+
+
+def test_a_run_with_too_few_threads_is_refused(source, tmp_path):
+  settings = {'command': ['x'], 'source': source, 'result_file': 'x'}
+  config = dataclasses.replace(Config(), task=TaskConfig(name='scaffold', settings=settings, workers=8))
+  with pytest.raises(ValueError, match='task.workers must be at least sampler.sessions=128'):
+    parts.build(config, tmp_path)
 
 
 STRICT = (

@@ -92,9 +92,12 @@ def test_a_tiny_model_is_served(tmp_path):
       f'--pretrained={tmp_path / "model"}', '--max_tokens=256', '--max_turn_tokens=24', '--sessions=4',
       f'--output={tmp_path / "out.jsonl"}', SAO_SERVE_KEY='sk-mine')
   try:
-    lines = iter(process.stderr.readline, '')
-    url = next(line for line in lines if line.startswith('OPENAI_BASE_URL=')).strip().split('=', 1)[1]
-    assert next(lines).strip() == 'OPENAI_API_KEY=sk-mine'
+    told = []
+    while not (told and told[-1].startswith('OPENAI_API_KEY=')):
+      told.append(process.stderr.readline())
+      assert told[-1], ''.join(told)
+    url = told[-2].strip().removeprefix('OPENAI_BASE_URL=')
+    assert told[-1].strip() == 'OPENAI_API_KEY=sk-mine'
     server = types.SimpleNamespace(port=int(url.split(':')[2].split('/')[0]))
 
     def talk(number):

@@ -53,12 +53,12 @@ class History:
     self._known: list[frozenset[Key]] = []
     self._texts: dict[Key, str] = {}  # Of the policy's own turns, as sampled, by every form.
 
-  def take(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, str]], bool]:
+  def take(self, messages: Sequence[Mapping[str, Any]], keys: Sequence[Key] | None = None) -> tuple[list[dict[str, str]], bool]:
     """The messages that the policy is to be shown, and whether they are the whole conversation, shown anew.
 
-    Where nothing is known yet they are not: the first conversation just begins.
+    Where nothing is known yet they are not: the first conversation just begins. `keys` are those of the messages, if they are known.
     """
-    keys = [key_of(m) for m in messages]
+    keys = [key_of(m) for m in messages] if keys is None else keys
     n = len(self._known)
     if self._goes_on(keys):
       self._known += [frozenset({key}) for key in keys[n:]]
@@ -67,9 +67,9 @@ class History:
     self._known = same + [frozenset({key}) for key in keys[len(same):]]
     return [self._shown(m, k) for m, k in zip(messages, keys)], n > 0
 
-  def continues(self, messages: Sequence[Mapping[str, Any]]) -> int:
-    """How many messages are known, where the conversation goes on with all of them; else 0."""
-    return len(self._known) if self._goes_on([key_of(m) for m in messages]) else 0
+  def continues(self, keys: Sequence[Key]) -> int:
+    """How many messages are known, where messages with these keys go on with all of them; else 0."""
+    return len(self._known) if self._goes_on(keys) else 0
 
   def whole(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """The messages as the policy is to be shown them, from the first on."""

@@ -26,6 +26,14 @@ from sao_jax.gateway.http import HttpError, Link
 MAX_WAITING = 64  # Requests of one session that wait at once.
 
 
+Identity = tuple[tuple[history.Key, ...], Any]  # The keys of the messages, and all else that is asked.
+
+
+def identity_of(request: ChatRequest) -> Identity:
+  """Equal for requests that ask the same of the policy; the form of the answer does not matter."""
+  return tuple(map(history.key_of, request.messages)), (repr(request.tools), request.calls, request.max_tokens, request.stop)
+
+
 class Ended(Exception):
   """The session is over."""
 
@@ -68,7 +76,7 @@ class Asked:
   """A request and all who wait for its answer, and later those who got it."""
 
   request: ChatRequest
-  identity: Any
+  identity: Identity
   waiters: list[asyncio.Future[Answer]] = dataclasses.field(default_factory=list)
   deliveries: list[Delivery] = dataclasses.field(default_factory=list)
   answer: Answer | HttpError | None = None
@@ -99,12 +107,12 @@ class Session:
 
   # --- On the event loop -------------------------------------------------------------------------------------------------------
 
-  def ask(self, request: ChatRequest) -> tuple[asyncio.Future[Answer], Delivery]:
+  def ask(self, request: ChatRequest, identity: Identity | None = None) -> tuple[asyncio.Future[Answer], Delivery]:
     """A future for the answer, to be cancelled by a client that leaves; the delivery is to be told of the answer's way.
 
     Raises HttpError: 410 after the end of the session, 429 while too many requests wait.
     """
-    identity, delivery, future = self._identity(request), Delivery(), self._loop.create_future()
+    identity, delivery, future = identity or identity_of(request), Delivery(), self._loop.create_future()
     with self._condition:
       if self._ended is not None:
         raise self._ended
@@ -131,20 +139,15 @@ class Session:
       asked.deliveries.append(delivery)
     return future, delivery
 
-  def matches(self, request: ChatRequest) -> int:
+  def matches(self, request: ChatRequest, identity: Identity) -> int:
     """How many messages of the known conversation a request goes on with; 0 where it is another one. For a retry: all."""
     with self._condition:
       if self._ended is not None:
         return 0
-      identity = self._identity(request)
       last = (self._last,) if self._last is not None and not self._last.delivered() else ()
       if any(a is not None and a.identity == identity for a in (self._current, *last, *self._waiting)):
         return len(request.messages)
-      return self._history.continues(request.messages) if self._current is None and not self._waiting else 0
-
-  def _identity(self, request: ChatRequest) -> Any:
-    """Equal for requests that ask the same of the policy; the form of the answer does not matter."""
-    return tuple(map(history.key_of, request.messages)), repr(request.tools), request.calls, request.max_tokens, request.stop
+      return self._history.continues(identity[0]) if self._current is None and not self._waiting else 0
 
   # --- On the environment's thread ---------------------------------------------------------------------------------------------
 
@@ -172,7 +175,7 @@ class Session:
 
   def _begin(self, asked: Asked) -> Prompt:
     self._current = asked
-    messages, restart = self._history.take(asked.request.messages)
+    messages, restart = self._history.take(asked.request.messages, asked.identity[0])
     first, other = not self._record.turns, asked.request.tools != self._tools
     if other and not first and not restart:
       messages, restart = self._history.whole(asked.request.messages), True

@@ -13,7 +13,7 @@ from typing import Any
 
 from sao_jax.gateway.chat import Answer, ChatRequest
 from sao_jax.gateway.http import HttpError
-from sao_jax.gateway.sessions import Delivery, Session
+from sao_jax.gateway.sessions import Delivery, Session, identity_of
 
 MAX_NEW = 256  # Conversations that wait for a place.
 
@@ -31,10 +31,11 @@ class Switchboard:
 
   def ask(self, request: ChatRequest) -> tuple[asyncio.Future[Answer], Delivery]:
     """As `Session.ask`. Raises HttpError 429 while too many new conversations wait."""
+    identity = identity_of(request)
     with self._lock:
       if self._closed:
         raise HttpError(410, 'The server is ending.')
-      matches = [(session.matches(request), number) for number, session in self._sessions.items()]
+      matches = [(session.matches(request, identity), number) for number, session in self._sessions.items()]
       length, number = max(matches, default=(0, -1))
       if not length:
         if len(self._new) >= MAX_NEW:
@@ -43,7 +44,7 @@ class Switchboard:
         self._sessions[number] = Session(loop=self._loop, tool_format=self._tool_format)
         self._new.append(number)
       session = self._sessions[number]
-    return session.ask(request)
+    return session.ask(request, identity)
 
   def take(self) -> int | None:
     """The number of the next new conversation; None where there is none."""
