@@ -4,9 +4,9 @@
     value     K steps on the mean squared error to those fixed targets; frozen leaves get no gradient
     policy    advantages from the values after (or before) these steps, then one step on the objective
 
-A rollout of several segments is a chain of rows; advantages, targets and whatever counts rollouts run over whole chains. The rows of a chain
-may lie in different micro-batches and on different devices: what goes along the chain is computed for the whole batch at once, outside of
-micro-batches. For the targets of several micro-batches, the bootstrap values then come from a forward pass of their own.
+A rollout of several segments is a chain of rows; advantages, targets and whatever counts rollouts run over whole chains. Its rows may lie
+in different micro-batches and on different devices: what goes along a chain is computed for the whole batch at once, outside of
+micro-batches. With several of these, the bootstrap values that the targets need come from a forward pass of their own.
 
 Losses travel as totals; they and their gradients are divided once, by counts of the whole global batch, so that micro-batches and devices
 change nothing but round-off.
