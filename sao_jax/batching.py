@@ -9,10 +9,8 @@
 Shapes come from `lengths` and `row_buckets` alone, so the learner compiles once per bucket. Masks say what is real; nothing is derived from
 `pad_id`.
 
-A rollout of several segments takes a row for each. What it was rewarded with later is credited to its earlier rows, too: the discounted
-rewards of later segments are added at the last action token of each earlier one, so that every action has the return it had in the whole
-trajectory. Where the trajectory was cut and its end is bootstrapped, every row is bootstrapped at its own end instead: the value there
-stands for all that follows, and is not counted twice.
+A rollout of several segments takes a row for each, one after the other; `Batch.follows` marks the rows that continue the one before, and
+advantages and returns run over the whole chain (`algorithms/advantages.py`). Rewards stay where they are.
 """
 
 from __future__ import annotations
@@ -48,8 +46,7 @@ def row_buckets(batch_size: int, max_segments: int) -> tuple[int, ...]:
 
 
 def make_batch(
-    rollouts: Sequence[Rollout], *, lengths: Sequence[int], batch_size: int, pad_id: int, max_segments: int = 1, gamma: float = 1.0,
-    bootstrap: bool = True,
+    rollouts: Sequence[Rollout], *, lengths: Sequence[int], batch_size: int, pad_id: int, max_segments: int = 1,
 ) -> Batch:
   """Pads `rollouts`, in their order and one segment a row, into the smallest bucket that holds the longest of them.
 
@@ -59,8 +56,6 @@ def make_batch(
     batch_size: rows B of the batch, or half, a quarter, ... of them where rollouts have several segments (`row_buckets`).
     pad_id: token id written where there is no token.
     max_segments: most segments that a rollout has.
-    gamma: discount for each action token, of rewards credited to earlier segments.
-    bootstrap: truncated trajectories are bootstrapped.
 
   Returns:
     `Batch` of NumPy arrays [B, T]; off the tokens `policy_version` is -1 and everything else is 0 or False.
@@ -79,35 +74,19 @@ def make_batch(
   row = 0
   for rollout in rollouts:
     truncated = rollout.ending == 'truncated'
-    reward = rollout.reward if truncated and bootstrap else with_later_rewards(rollout, gamma)
     for start, stop in rollout.segments:
       n, part = stop - start, slice(start, stop)
       batch.tokens[row, :n] = rollout.tokens[part]
       batch.token_mask[row, :n] = True
       batch.action_mask[row, :n] = rollout.action_mask[part]
       batch.behaviour_log_prob[row, :n] = rollout.behaviour_log_prob[part]
-      batch.reward[row, :n] = reward[part]
+      batch.reward[row, :n] = rollout.reward[part]
       batch.policy_version[row, :n] = rollout.policy_version[part]
       batch.truncated[row] = truncated
+      batch.follows[row] = start > 0
       batch.turn[row, :n] = rollout.turn[part]
       row += 1
   return batch
-
-
-def with_later_rewards(rollout: Rollout, gamma: float) -> np.ndarray:
-  """reward f32[T] with the discounted rewards of later segments added at the last action token of every earlier one.
-
-  The reward of action k' of a later segment counts gamma ** (k' - k) at action k, as in the whole trajectory (k counts action tokens).
-  """
-  reward = rollout.reward.astype(np.float64)
-  later = 0.0  # Return at the first action of the segment that follows.
-  for start, stop in reversed(rollout.segments):
-    places = start + np.flatnonzero(rollout.action_mask[start:stop])
-    if stop < rollout.length:
-      reward[places[-1]] += gamma * later
-    discounts = gamma ** np.arange(len(places), dtype=np.float64)
-    later = float(np.sum(reward[places] * discounts))
-  return reward.astype(np.float32)
 
 
 def empty_batch(batch_size: int, length: int, pad_id: int) -> Batch:
@@ -122,6 +101,7 @@ def empty_batch(batch_size: int, length: int, pad_id: int) -> Batch:
       policy_version=np.full(shape, -1, np.int32),
       truncated=np.zeros((batch_size,), bool),
       turn=np.zeros(shape, np.int32),
+      follows=np.zeros((batch_size,), bool),
   )
 
 

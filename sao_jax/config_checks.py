@@ -153,7 +153,6 @@ def check_all(config: Config) -> None:
   check_sampler(config)
   check_behaviour_distribution(config)
   check_learner(config)
-  check_segments(config)
   check_compaction(config)
   check_optimizers(config)
   check_devices(config)
@@ -387,17 +386,6 @@ def check_learner(config: Config) -> None:
     raise ValueError(
         f'value_pretrain.rollouts must be 0 or fill at least one batch: got {pretrain} with learner.batch_size={learner.batch_size}; '
         f'use 0 to leave the stage out, or {learner.batch_size} or more.')
-
-
-def check_segments(config: Config) -> None:
-  """Means over rows are no means over trajectories where a trajectory has several rows: it would count once for each segment."""
-  algorithm, others = config.algorithm, []
-  others += ["denominator='trajectory' (use 'action_tokens')"] * (algorithm.denominator == 'trajectory')
-  others += ["advantage='reinforce_batch_centred' (use 'skip_observation_gae')"] * (algorithm.advantage == 'reinforce_batch_centred')
-  if config.task.max_segments > 1 and others:
-    raise ValueError(
-        f'task.max_segments must be 1 with algorithm.{others[0]}, since a segment is a learner row of its own: got '
-        f'{config.task.max_segments}.')
 
 
 def check_compaction(config: Config) -> None:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -25,7 +26,7 @@ from sao_jax.updates import Metrics, TrainState, Updates, is_frozen  # is_frozen
 STAGES = ('sft', 'value_pretrain', 'rl')
 BATCH_DTYPES = {
     'tokens': np.int32, 'token_mask': np.bool_, 'action_mask': np.bool_, 'behaviour_log_prob': np.float32, 'reward': np.float32,
-    'policy_version': np.int32, 'truncated': np.bool_, 'turn': np.int32,
+    'policy_version': np.int32, 'truncated': np.bool_, 'turn': np.int32, 'follows': np.bool_,
 }
 
 
@@ -220,10 +221,14 @@ class Learner:
   def _place_batch(self, batch: Batch, stage: str) -> tuple[Batch, tuple[int, int]]:
     """The batch on the mesh, and its shape; raises ValueError on a shape or dtype that no program was made for."""
     rows, length = batch.tokens.shape
+    if batch.follows is None:
+      batch = dataclasses.replace(batch, follows=np.zeros((rows,), np.bool_))
     if rows not in self._rows(stage) or length not in self.config.learner.lengths:
       raise ValueError(
           f'The learner takes {" or ".join(map(str, self._rows(stage)))} rows of length '
           f'{", ".join(map(str, self.config.learner.lengths))}, got {batch.tokens.shape}.')
+    if self.config.task.max_segments == 1 and batch.follows.any():
+      raise ValueError('A batch with rollouts of several segments (Batch.follows) needs task.max_segments of at least 2; raise it.')
     for field, dtype in BATCH_DTYPES.items():
       if getattr(batch, field).dtype != dtype:
         raise ValueError(f'Batch.{field} must be {np.dtype(dtype)}, got {getattr(batch, field).dtype}.')
@@ -232,7 +237,7 @@ class Learner:
   def _abstract_batch(self, rows: int, length: int) -> Batch:
     by_row = sharding.batch_sharding(self.mesh)
     return Batch(**{
-        field: jax.ShapeDtypeStruct((rows,) if field == 'truncated' else (rows, length), dtype, sharding=by_row)
+        field: jax.ShapeDtypeStruct((rows,) if field in ('truncated', 'follows') else (rows, length), dtype, sharding=by_row)
         for field, dtype in BATCH_DTYPES.items()})
 
   # --- Shardings ---------------------------------------------------------------------------------------------------------------

@@ -95,8 +95,7 @@ class Parts:
     """A padded batch of `batch_size` rollouts for the learner."""
     c = self.config
     return batching.make_batch(
-        rollouts, lengths=c.learner.lengths, batch_size=batch_size, pad_id=self.tokenizer.pad_id, max_segments=c.task.max_segments,
-        gamma=c.algorithm.gamma, bootstrap=c.algorithm.truncation == 'bootstrap')
+        rollouts, lengths=c.learner.lengths, batch_size=batch_size, pad_id=self.tokenizer.pad_id, max_segments=c.task.max_segments)
 
   @property
   def max_length(self) -> int:

@@ -110,8 +110,9 @@ class Batch:
     behaviour_log_prob: f32[B, T].
     reward: f32[B, T].
     policy_version: i32[B, T].
-    truncated: bool[B], True where the trajectory was cut and is bootstrapped.
+    truncated: bool[B], True where the trajectory was cut, in all of its rows.
     turn: i32[B, T].
+    follows: bool[B], True where a row is the next segment of the row before; None where every row is a rollout of its own.
   """
 
   tokens: Any
@@ -122,6 +123,7 @@ class Batch:
   policy_version: Any
   truncated: Any
   turn: Any
+  follows: Any = None
 
 
 @jax.tree_util.register_dataclass

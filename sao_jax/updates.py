@@ -1,8 +1,12 @@
 """The update as pure functions: K value steps, values again, advantages, one policy step.
 
-    targets   returns at lambda 1; the bootstrap of truncated rows comes from the first value step's own forward pass
+    targets   returns at lambda 1; the bootstrap of truncated rollouts is from the first value step's own forward pass
     value     K steps on the mean squared error to those fixed targets; frozen leaves get no gradient
     policy    advantages from the values after (or before) these steps, then one step on the objective
+
+A rollout of several segments is a chain of rows; advantages, targets and whatever counts rollouts run over whole chains. Its rows may lie
+in different micro-batches and on different devices: what goes along a chain is computed for the whole batch at once, outside of
+micro-batches. With several of these, the bootstrap values that the targets need come from a forward pass of their own.
 
 Losses travel as totals; they and their gradients are divided once, by counts of the whole global batch, so that micro-batches and devices
 change nothing but round-off.
@@ -180,9 +184,11 @@ class Updates:
     if not steps:  # No value learning; where the estimator does not use the values, the compiler leaves this forward pass out.
       value, bootstrap = self.values(state.value_trainable | state.value_frozen, batch)
       return state, jnp.zeros_like(value), (value, bootstrap), {}
+    if self._follows(batch) is not None and self.config.learner.micro_batches > 1:
+      target = self._chained_target(state, batch)
     for _ in range(steps):
       gradient, loss, seen = self._value_gradient(state, batch, target)
-      if target is None:
+      if before is None:
         target, before = seen[0], seen[1:]
       mean, gradient, norm = _normalise(loss, gradient)
       accept = _acceptable(mean, norm, loss.count)
@@ -208,9 +214,7 @@ class Updates:
     def total(trainable: Params, part: Batch, target: jax.Array | None) -> tuple[jax.Array, Any]:
       value, bootstrap = self._value_forward(trainable | state.value_frozen, part)
       if target is None:
-        fixed, zeros = jax.lax.stop_gradient(bootstrap), jnp.zeros_like(value)
-        gamma = self.config.algorithm.gamma
-        target = algorithms.skip_observation_gae(part.reward, zeros, fixed, part.action_mask, gamma=gamma, gae_lambda=1.0)[1]
+        target = self._target(part, jax.lax.stop_gradient(bootstrap))
       loss = algorithms.squared_error_value_loss(value, target, part.action_mask)['loss']
       return loss.total, (loss, (target, value, bootstrap))
 
@@ -221,36 +225,53 @@ class Updates:
     (gradients, loss), seen = self._over_micro_batches(gradient, (batch, target))
     return gradients, loss, seen
 
+  def _target(self, batch: Batch, bootstrap: jax.Array) -> jax.Array:
+    """Returns at lambda 1, f32[B, T]."""
+    return algorithms.skip_observation_gae(
+        batch.reward, jnp.zeros_like(batch.reward), bootstrap, batch.action_mask, gamma=self.config.algorithm.gamma, gae_lambda=1.0,
+        follows=self._follows(batch))[1]
+
+  def _chained_target(self, state: TrainState, batch: Batch) -> jax.Array:
+    """The same of a batch whose chains may be split over micro-batches; a forward pass where trajectories are bootstrapped."""
+    bootstrap = jnp.zeros(batch.truncated.shape, jnp.float32)
+    if self.config.algorithm.truncation == 'bootstrap':
+      bootstrap = self.values(state.value_trainable | state.value_frozen, batch)[1]
+    return self._target(batch, bootstrap)
+
+  def _follows(self, batch: Batch) -> jax.Array | None:
+    """Which rows continue the one before; None where the settings allow no rollout of several rows."""
+    return batch.follows if self.config.task.max_segments > 1 else None
+
   # --- Policy ------------------------------------------------------------------------------------------------------------------
 
   def _advantages(self, batch: Batch, value: jax.Array, bootstrap: jax.Array) -> jax.Array:
     """f32[B, T] from the estimator that the settings name."""
-    c = self.config.algorithm
+    c, follows = self.config.algorithm, self._follows(batch)
     if c.gae_lambda < 0:
-      gae_lambda = algorithms.length_adaptive_lambda(batch.action_mask, alpha=c.lambda_alpha)
+      gae_lambda = algorithms.length_adaptive_lambda(batch.action_mask, alpha=c.lambda_alpha, follows=follows)
     else:
       gae_lambda = jnp.float32(c.gae_lambda)
     estimator = algorithms.ADVANTAGES[c.advantage]
-    return estimator(batch.reward, value, bootstrap, batch.action_mask, gamma=c.gamma, gae_lambda=gae_lambda)[0]
+    return estimator(batch.reward, value, bootstrap, batch.action_mask, gamma=c.gamma, gae_lambda=gae_lambda, follows=follows)[0]
 
   def _policy_step(
       self, optimizer: optax.GradientTransformation, state: TrainState, batch: Batch, advantage: jax.Array, version: jax.Array
   ) -> tuple[TrainState, Metrics]:
     """One optimizer step of the policy on the objective that the settings name."""
-    c, mask = self.config.algorithm, batch.action_mask
-    weighted, rows = advantage, jnp.sum(jnp.any(mask, axis=1), dtype=jnp.float32)
-    if c.denominator == 'trajectory':  # Each row is its mean over tokens; objectives scale with the advantage.
-      weighted = advantage / jnp.maximum(jnp.sum(mask, axis=1, keepdims=True, dtype=jnp.float32), 1.0)
+    c, mask, follows = self.config.algorithm, batch.action_mask, self._follows(batch)
+    weighted, rollouts = advantage, jnp.sum(algorithms.rollouts(mask, follows), dtype=jnp.float32)
+    if c.denominator == 'trajectory':  # Each rollout is its mean over tokens; objectives scale with the advantage.
+      weighted = advantage / jnp.maximum(algorithms.num_actions(mask, follows), 1.0)[:, None]
 
     def objective(log_prob: jax.Array, behaviour: jax.Array, advantage: jax.Array, mask: jax.Array) -> Metrics:
       bounds = dict(epsilon_low=c.epsilon_low, epsilon_high=c.epsilon_high)
       return algorithms.OBJECTIVES[c.objective](log_prob, behaviour, advantage, mask, **bounds)
 
-    expected = rows if c.denominator == 'trajectory' else jnp.sum(mask, dtype=jnp.float32)
+    expected = rollouts if c.denominator == 'trajectory' else jnp.sum(mask, dtype=jnp.float32)
     gradient, terms, experts = self._policy_gradient(
         state.policy, batch, objective, (batch.behaviour_log_prob, weighted), expected, temperature=self.config.sampler.temperature)
     stats = terms.stats
-    count = {'action_tokens': stats['loss'].count, 'kept_tokens': stats['kept_fraction'].total, 'trajectory': rows}[c.denominator]
+    count = {'action_tokens': stats['loss'].count, 'kept_tokens': stats['kept_fraction'].total, 'trajectory': rollouts}[c.denominator]
     loss = Stat(stats['loss'].total, count)
     # An objective may skip the token with the bad advantage: such a step is refused all the same.
     state, norm = self._apply_policy(optimizer, state, gradient, loss, finite=jnp.isfinite(jnp.sum(advantage)))
@@ -321,9 +342,9 @@ class Updates:
   # --- Batches -----------------------------------------------------------------------------------------------------------------
 
   def _selected(self, batch: Batch) -> tuple[Batch, Metrics]:
-    """The batch with truncated rows taken out under 'drop' (also from every denominator), and the share of truncated rows."""
-    rows = jnp.any(batch.action_mask, axis=1)
-    metrics = {'batch/truncated_fraction': masked_stat(batch.truncated.astype(jnp.float32), rows)}
+    """The batch with truncated rollouts taken out under 'drop' (also from every denominator), and the share of truncated rollouts."""
+    rollouts = algorithms.rollouts(batch.action_mask, self._follows(batch))
+    metrics = {'batch/truncated_fraction': masked_stat(batch.truncated.astype(jnp.float32), rollouts)}
     if self.config.algorithm.truncation == 'drop':
       batch = dataclasses.replace(batch, action_mask=batch.action_mask & ~batch.truncated[:, None])
     return batch, metrics

@@ -38,26 +38,6 @@ def segmented(parts, *, ticket=0, seed=0, **fields) -> Rollout:
 PARTS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6)), min_size=1, max_size=4)
 
 
-def returns(reward, mask, gamma):
-  """Discounted return at each action, by a loop over action tokens."""
-  found, later = {}, 0.0
-  for t in reversed(np.flatnonzero(mask)):
-    later = found[int(t)] = reward[t] + gamma * later
-  return found
-
-
-@settings(max_examples=60, deadline=None)
-@given(PARTS, st.sampled_from([1.0, 0.9]), st.integers(0, 99))
-def test_every_action_keeps_the_return_it_had_in_the_whole_trajectory(parts, gamma, seed):
-  rollout = segmented(parts, seed=seed)
-  batch = batching.make_batch([rollout], lengths=(16,), batch_size=1, pad_id=0, max_segments=4, gamma=gamma)
-  whole = returns(rollout.reward.astype(np.float64), rollout.action_mask, gamma)
-  assert len(whole) == rollout.num_actions > 0
-  for row, (start, stop) in enumerate(rollout.segments):
-    for t, value in returns(batch.reward[row].astype(np.float64), batch.action_mask[row], gamma).items():
-      assert value == pytest.approx(whole[start + t], rel=1e-5, abs=1e-5)
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.lists(PARTS, min_size=1, max_size=4))
 def test_rows_hold_every_token_once(all_parts):
@@ -69,17 +49,16 @@ def test_rows_hold_every_token_once(all_parts):
     n = stop - start
     for name in ('tokens', 'action_mask', 'behaviour_log_prob', 'policy_version', 'turn'):
       np.testing.assert_array_equal(getattr(batch, name)[row, :n], getattr(rollout, name)[start:stop])
-    assert batch.token_mask[row].sum() == n
-  assert not batch.token_mask[len(segments):].any()
+    np.testing.assert_array_equal(batch.reward[row, :n], rollout.reward[start:stop])  # Where they are: nothing is credited twice.
+    assert batch.token_mask[row].sum() == n and batch.follows[row] == (start > 0)
+  assert not batch.follows[len(segments):].any() and not batch.token_mask[len(segments):].any()
 
 
-def test_a_cut_trajectory_is_bootstrapped_in_every_row_and_not_credited_twice():
+def test_a_cut_trajectory_is_cut_in_all_of_its_rows():
   cut = segmented([(2, 3), (3, 2)], ending='truncated', stop_reason='max_turns')
-  batch = batching.make_batch([cut], lengths=(8,), batch_size=2, pad_id=0, max_segments=2)
-  np.testing.assert_array_equal(batch.truncated, [True, True])
-  np.testing.assert_array_equal(batch.reward[0, :5], cut.reward[:5])
-  zero = batching.make_batch([cut], lengths=(8,), batch_size=2, pad_id=0, max_segments=2, bootstrap=False)
-  assert zero.reward.sum(dtype=np.float64) == pytest.approx(float(cut.reward.sum() + cut.reward[5:].sum()), abs=1e-5)
+  batch = batching.make_batch([cut, segmented([(2, 2)])], lengths=(8,), batch_size=2, pad_id=0, max_segments=2)
+  np.testing.assert_array_equal(batch.truncated, [True, True, False, False])
+  np.testing.assert_array_equal(batch.follows, [False, True, False, False])
 
 
 def test_more_segments_than_rows_are_made_for():
@@ -249,7 +228,7 @@ def test_the_learner_trains_all_segments_in_one_step():
   rollouts = [dataclasses.replace(r, tokens=r.tokens % learner_factory.VOCAB) for r in rollouts]
   make = dict(lengths=(learner_factory.LENGTH,), pad_id=0)
   results = []
-  for size, most in ((4, 3), (8, 1)):
+  for size, most in ((4, 3), (8, 2)):
     config = dataclasses.replace(learner_factory.make_config(batch_size=size), task=TaskConfig(max_segments=most))
     learner = Learner(config, sharding.make_mesh(jax.devices()[:1], config.learner.mesh))
     batch = batching.make_batch(rollouts, batch_size=4, max_segments=3, **make)

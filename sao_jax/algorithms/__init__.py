@@ -4,12 +4,12 @@
 """
 
 from sao_jax.algorithms.advantages import (
-    ADVANTAGES, length_adaptive_lambda, place_outcome_reward, reinforce_batch_centred, skip_observation_gae,
+    ADVANTAGES, length_adaptive_lambda, num_actions, place_outcome_reward, reinforce_batch_centred, rollouts, skip_observation_gae,
 )
 from sao_jax.algorithms.losses import OBJECTIVES, dis_policy_loss, ppo_clip_policy_loss, supervised_loss
 from sao_jax.algorithms.values import explained_variance, squared_error_value_loss
 
 __all__ = [
-    'ADVANTAGES', 'OBJECTIVES', 'dis_policy_loss', 'explained_variance', 'length_adaptive_lambda', 'place_outcome_reward',
-    'ppo_clip_policy_loss', 'reinforce_batch_centred', 'skip_observation_gae', 'squared_error_value_loss', 'supervised_loss',
+    'ADVANTAGES', 'OBJECTIVES', 'dis_policy_loss', 'explained_variance', 'length_adaptive_lambda', 'num_actions', 'place_outcome_reward',
+    'ppo_clip_policy_loss', 'reinforce_batch_centred', 'rollouts', 'skip_observation_gae', 'squared_error_value_loss', 'supervised_loss',
 ]
