@@ -1,7 +1,7 @@
 r"""A byte-level model of 0.6M parameters learns to work with a Python interpreter, on a CPU in minutes; its code runs in a sandbox.
 
-A question is a small program, `a=47*83;a%97+a`, whose value is asked for. The policy writes a line of code after `>`, sees what it comes to,
-and answers with a number; the interpreter keeps its state, so the second line may use what the first one has set. A short warm start on
+A question is a small program, `a=47*83;a%97+a`, whose value is asked for. The policy writes a line of code after `>`, sees what it
+comes to, and answers with a number; the interpreter keeps its state, so the second line may use what the first one has set. A short warm start on
 flawed demonstrations (they answer without the tool, leave out the first line, or miscopy a digit) teaches the form; SAO does the rest.
 
 Command: python launch/train.py --config=configs/python_tool_tiny.py --workdir=runs/python_tool_tiny
@@ -21,8 +21,8 @@ def get_config() -> ConfigDict:
 
   config.task.name = 'python_tool'
   config.task.settings = {
-      'conversation': 'raw', 'markers': ('>', '\n'), 'grader': 'integer', 'answer_format': 'last_line', 'system_prompt': '', 'traceback': False,
-      'max_turns': 4, 'max_malformed': 2, 'time_limit_s': 5.0, 'memory_mb': 128, 'expressions': {'noise': 0.4}}
+      'conversation': 'raw', 'markers': ('>', '\n'), 'grader': 'integer', 'answer_format': 'last_line', 'system_prompt': '',
+      'traceback': False, 'max_turns': 4, 'max_malformed': 2, 'time_limit_s': 5.0, 'memory_mb': 128, 'expressions': {'noise': 0.4}}
   config.task.max_turns = 4
   config.task.max_turn_tokens = 20
   config.task.max_tokens = 72

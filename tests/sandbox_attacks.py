@@ -42,25 +42,31 @@ class Attempt:
 
 def tried(body: str) -> str:
   """A program that may fail by an error of the system, which is no win."""
-  return 'try:\n' + ''.join('  ' + line + '\n' for line in body.split('\n')) + 'except (OSError, ValueError, MemoryError) as e: print(repr(e))\n'
+  return 'try:\n' + ''.join('  ' + line + '\n' for line in body.split('\n'
+      '')) + 'except (OSError, ValueError, MemoryError) as e: print(repr(e))\n'
 
 
 def host_files() -> Iterator[str]:
-  ways = ('p', '"/proc/self/root" + p', '"/proc/1/root" + p', '"/work/" + "../" * 30 + p', '"/proc/1/cwd" + p', 'link(os.symlink)', 'link(os.link)')
+  ways = ('p', '"/proc/self/root" + p', '"/proc/1/root" + p', '"/work/" + "../" * 30 + p', '"/proc/1/cwd" + p', 'link(os.symlink)',
+      'link(os.link)')
   for path in ('{secret_file}', '{repository}/pyproject.toml', '/etc/shadow', '/var/log'):
     for way in ways:
       yield (f'p = {path!r}\ndef link(f):\n  if os.path.lexists("/work/k"): os.unlink("/work/k")\n  f(p, "/work/k")\n  return "/work/k"\n'
              + tried(f'w = {way}\nprint(os.listdir(w) if os.path.isdir(w) else open(w, "rb").read())\nwon(w)'))
   yield tried('for f, d, n in os.walk("/"):\n  if f == "/usr": d.clear()\n  if "secret_of_host" in str(n) + str(d): won(f)')
-  yield tried('f = os.open("/", os.O_RDONLY)\nfor _ in range(9): f = os.open("..", os.O_RDONLY, dir_fd=f)\nif "work" in os.listdir(f) and "home" in os.listdir(f): won()')
+  yield tried('f = os.open("/", os.O_RDONLY)\nfor _ in range(9): f = os.open("..", os.O_RDONLY, dir_fd=f)\n'
+      'if "work" in os.listdir(f) and "home" in os.listdir(f): won()')
 
 
 def proc() -> Iterator[str]:
-  for name in ('environ', 'mem', 'maps', 'root/etc', 'cwd', 'fd', 'io', 'stack', 'syscall', 'auxv', 'map_files', 'exe', 'fdinfo', 'personality'):
+  for name in ('environ', 'mem', 'maps', 'root/etc', 'cwd', 'fd', 'io', 'stack', 'syscall', 'auxv', 'map_files', 'exe', 'fdinfo',
+      'personality'):
     yield tried(f'w = "/proc/1/{name}"\nr = os.listdir(w) if os.path.isdir(w) else open(w, "rb").read(100)\nif r: won(r)')
-  for name, text in (('sysrq-trigger', 'b'), ('sys/kernel/core_pattern', '|/work/x'), ('sys/kernel/hostname', 'mine'), ('sys/vm/drop_caches', '3'),
+  for name, text in (('sysrq-trigger', 'b'), ('sys/kernel/core_pattern', '|/work/x'), ('sys/kernel/hostname', 'mine'),
+      ('sys/vm/drop_caches', '3'),
                      ('sys/vm/overcommit_memory', '1'), ('1/oom_score_adj', '1000'), ('1/comm', 'x'), ('sys/kernel/modprobe', '/work/x'),
-                     ('sys/net/ipv4/ip_forward', '1'), ('sys/user/max_user_namespaces', '99'), ('1/clear_refs', '1'), ('1/coredump_filter', '1'),
+                     ('sys/net/ipv4/ip_forward', '1'), ('sys/user/max_user_namespaces', '99'), ('1/clear_refs', '1'),
+                         ('1/coredump_filter', '1'),
                      ('sys/fs/binfmt_misc/register', ':x:M::MZ::/work/x:')):
     yield tried(f'open("/proc/{name}", "w").write({text!r})\nwon()')
   for name in ('kcore', 'kmsg', 'kallsyms', 'keys', 'cmdline', 'timer_list', 'config.gz', 'slabinfo'):
@@ -74,8 +80,10 @@ def environment() -> Iterator[str]:
   yield 'import subprocess\nprint(subprocess.run(["env"], capture_output=True).stdout)'
   for path in ('/proc/self/environ', '/proc/1/environ', '/proc/1/task/1/environ', '/proc/thread-self/environ'):
     yield tried(f'print(open({path!r}, "rb").read())')
-  yield tried('for l in open("/proc/self/maps"):\n  a, b = [int(x, 16) for x in l.split()[0].split("-")]\n  if "stack" in l or "heap" in l:\n'
-              '    with open("/proc/self/mem", "rb") as f:\n      f.seek(a)\n      d = f.read(b - a)\n      i = d.find(b"secret_" + b"value_")\n      if i >= 0: won(d[i-20:i+60])')
+  yield tried('for l in open("/proc/self/maps"):\n  a, b = [int(x, 16) for x in l.split()[0].split("-")]\n'
+      '  if "stack" in l or "heap" in l:\n'
+              '    with open("/proc/self/mem", "rb") as f:\n      f.seek(a)\n      d = f.read(b - a)\n'
+                  '      i = d.find(b"secret_" + b"value_")\n      if i >= 0: won(d[i-20:i+60])')
   yield 'if set(os.environ) & {"SECRET_OF_HOST", "PYTHONPATH", "VIRTUAL_ENV", "OLDPWD", "SHLVL"}: won()'
 
 
@@ -93,9 +101,11 @@ def network() -> Iterator[str]:
   for protocol in (1, 6, 255):
     yield tried(f's = socket.socket(socket.AF_INET, socket.SOCK_RAW, {protocol})\nwon()')
   yield tried('print(socket.getaddrinfo("example.com", 80))\nwon()')
-  yield tried('if [n for _, n in socket.if_nameindex() if n not in ("lo", "sit0", "tunl0", "ip6tnl0", "gre0", "gretap0", "erspan0", "ip_vti0", "ip6_vti0", "ip6gre0")]: won(socket.if_nameindex())')
+  yield tried('names = [n for _, n in socket.if_nameindex()]\nif [n for n in names if n != "lo" and not n.startswith(DUMB)]: won(names)').replace(
+      'DUMB', '("sit", "tunl", "ip6", "gre", "erspan", "ip_vti", "dummy")')
   yield tried('import fcntl\ns = socket.socket()\nfcntl.ioctl(s, 0x8914, struct.pack("16sH14s", b"lo", 0, b""))\nwon()')
-  yield tried('s = socket.socket(16, 3, 0)\ns.bind((0, 0))\ns.send(struct.pack("IHHII", 32, 16, 0x405, 1, 0) + struct.pack("BxHiII", 0, 0, 0, 0, 0))\n'
+  yield tried('s = socket.socket(16, 3, 0)\ns.bind((0, 0))\n'
+      's.send(struct.pack("IHHII", 32, 16, 0x405, 1, 0) + struct.pack("BxHiII", 0, 0, 0, 0, 0))\n'
               'd = s.recv(999)\nif struct.unpack("i", d[16:20])[0] == 0: won()')
 
 
@@ -105,9 +115,12 @@ def fork_bombs() -> Iterator[tuple[str, float]]:
   for extra in ('', 'os.setsid()', 'signal.signal(15, signal.SIG_IGN)', 'os.setpgid(0, 0)', 'time.sleep(0.001)'):
     yield f'while True:\n  try:\n    os.fork()\n    {extra}\n  except OSError: pass', SHORT_S
   yield 'while True:\n  try:\n    if os.fork(): os._exit(0)\n  except OSError: pass', SHORT_S
-  yield 'import threading\nn = 0\ntry:\n  while n < 9999:\n    threading.Thread(target=time.sleep, args=(9,), daemon=True).start()\n    n += 1\nexcept RuntimeError: pass\nif n > 40: won(n)\nos._exit(0)', 8.0
+  yield ('import threading\nn = 0\ntry:\n  while n < 9999:\n'
+      '    threading.Thread(target=time.sleep, args=(9,), daemon=True).start()\n    n += 1\nexcept RuntimeError: pass\n'
+      'if n > 40: won(n)\nos._exit(0)', 8.0)
   yield 'def go():\n  while True:\n    try:\n      if os.fork() == 0: os.setsid()\n    except OSError: time.sleep(0.01)\ngo()', SHORT_S
-  yield 'import subprocess\np = []\ntry:\n  while len(p) < 9999: p.append(subprocess.Popen(["sleep", "9"]))\nexcept OSError: pass\nif len(p) > 40: won(len(p))', 8.0
+  yield ('import subprocess\np = []\ntry:\n  while len(p) < 9999: p.append(subprocess.Popen(["sleep", "9"]))\n'
+      'except OSError: pass\nif len(p) > 40: won(len(p))', 8.0)
   yield 'import resource\ntry:\n  resource.setrlimit(resource.RLIMIT_NPROC, (9999, 9999))\n  won()\nexcept (ValueError, OSError): pass', 8.0
 
 
@@ -119,15 +132,19 @@ def memory_bombs() -> Iterator[tuple[str, float]]:
   yield tried('x = 10 ** (10 ** 9)\nwon()'), SHORT_S
   yield f'for _ in range(4): os.fork()\nx = bytearray(100 << 20)\n{touch}won()\ntime.sleep(9)', 8.0
   yield f'import mmap\nfor _ in range(3): os.fork()\nx = mmap.mmap(-1, 100 << 20)\n{touch}time.sleep(9)', 8.0
-  yield f'import mmap\nn = 0\ntry:\n  while n < 999:\n    x = mmap.mmap(-1, 50 << 20)\n    {touch.strip()}\n    n += 1\n    x.close()\nexcept OSError: pass', SHORT_S
+  yield (f'import mmap\nn = 0\ntry:\n  while n < 999:\n    x = mmap.mmap(-1, 50 << 20)\n    {touch.strip()}\n    n += 1\n'
+      f'    x.close()\nexcept OSError: pass', SHORT_S)
   for place in ('/dev/shm', '/tmp', '/work'):
     yield tried(f'for i in range(99): open("{place}/m%d" % i, "wb").write(b"x" * (7 << 20))\nwon()'), 8.0
   yield tried('f = os.memfd_create("x")\nwon()'), 8.0
   yield C + 'if call(29, 0, 1 << 30, 0o1600) > 0 and os.uname().machine == "x86_64": won()', 8.0
   yield C + 'if call(447, 0) > 0: won()', 8.0
-  yield tried('p = []\nwhile True:\n  r, w = os.pipe()\n  os.set_blocking(w, False)\n  p += [r, w]\n  try:\n    while True: os.write(w, b"x" * 65536)\n  except BlockingIOError: pass'), 8.0
-  yield tried('p = []\nwhile True:\n  a, b = socket.socketpair()\n  a.setblocking(False)\n  p += [a, b]\n  try:\n    while True: a.send(b"x" * 65536)\n  except BlockingIOError: pass'), 8.0
-  yield 'import resource\ntry:\n  resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))\n  won()\nexcept (ValueError, OSError): pass', 8.0
+  yield tried('p = []\nwhile True:\n  r, w = os.pipe()\n  os.set_blocking(w, False)\n  p += [r, w]\n  try:\n'
+      '    while True: os.write(w, b"x" * 65536)\n  except BlockingIOError: pass'), 8.0
+  yield tried('p = []\nwhile True:\n  a, b = socket.socketpair()\n  a.setblocking(False)\n  p += [a, b]\n  try:\n'
+      '    while True: a.send(b"x" * 65536)\n  except BlockingIOError: pass'), 8.0
+  yield ('import resource\ntry:\n  resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))\n  won()\n'
+      'except (ValueError, OSError): pass', 8.0)
   yield 'sys.setrecursionlimit(10**9)\ndef f(): f()\nf()', 8.0
   yield tried('import mmap\nx = mmap.mmap(-1, 1 << 20)\n' + C + 'if L.mlockall(3) == 0: won()'), 8.0
   yield 'if os.nice(0) >= 5:\n  try:\n    os.nice(-5)\n    won()\n  except OSError: pass', 8.0
@@ -147,7 +164,8 @@ def disk() -> Iterator[tuple[str, float]]:
   yield tried('f = open("held", "wb")\nos.unlink("held")\nfor i in range(100): f.write(b"x" * (1 << 20))\nf.flush()\nwon()'), 8.0
   yield tried('os.mkfifo("pipe")\nos.open("pipe", os.O_RDONLY)'), SHORT_S
   yield tried('import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1 << 40, 1 << 40))\nwon()'), 8.0
-  yield tried('os.setxattr("/work", "user.x", b"x" * 60000)\nfor i in range(100000): os.setxattr("/work", "user.x%d" % i, b"x" * 60000)\nwon()'), SHORT_S
+  yield tried('os.setxattr("/work", "user.x", b"x" * 60000)\n'
+      'for i in range(100000): os.setxattr("/work", "user.x%d" % i, b"x" * 60000)\nwon()'), SHORT_S
 
 
 def output() -> Iterator[tuple[str, float]]:
@@ -180,7 +198,8 @@ def left_behind() -> Iterator[tuple[str, float]]:
   yield f'import threading\nthreading.Thread(target={sleeps.split("(")[0]}, args=(999,)).start()\nos.kill(os.getpid(), 9)', 8.0
   yield FORK + f'import pty\np, f = pty.fork()\nif p == 0: {sleeps}\ntime.sleep(0.02)', 8.0
   yield FORK + f'spawn(lambda: {sleeps})\n{sleeps}', SHORT_S
-  yield FORK + f'signal.signal(15, signal.SIG_IGN)\nsignal.signal(24, signal.SIG_IGN)\nspawn(lambda: exec("while True: pass"))\nwhile True: pass', SHORT_S
+  yield (FORK + f'signal.signal(15, signal.SIG_IGN)\nsignal.signal(24, signal.SIG_IGN)\nspawn(lambda: exec("while True: pass"))\n'
+      f'while True: pass', SHORT_S)
 
 
 def signals() -> Iterator[str]:
@@ -200,7 +219,8 @@ def tracing() -> Iterator[str]:
     yield C + f'if call(101, {request}, 1, 0, 0) == 0 and os.uname().machine == "x86_64": won()'
     yield C + f'if L.ptrace({request}, 1, 0, 0) == 0: won()'
   for number in (310, 311):
-    yield C + f'b = ctypes.create_string_buffer(64)\nv = (ctypes.c_uint64 * 2)(ctypes.addressof(b), 64)\nr = (ctypes.c_uint64 * 2)(0x400000, 64)\nif call({number}, 1, v, 1, r, 1, 0) > 0: won()'
+    yield (C + f'b = ctypes.create_string_buffer(64)\nv = (ctypes.c_uint64 * 2)(ctypes.addressof(b), 64)\n'
+        f'r = (ctypes.c_uint64 * 2)(0x400000, 64)\nif call({number}, 1, v, 1, r, 1, 0) > 0: won()')
   yield tried('m = open("/proc/1/mem", "r+b", 0)\nwon()')
   for descriptor in range(0, 12, 3):
     yield C + f'p = os.pidfd_open(1)\nif call(438, p, {descriptor}, 0) >= 0: won()'
@@ -209,8 +229,10 @@ def tracing() -> Iterator[str]:
 
 
 def mounting() -> Iterator[str]:
-  for source, target, kind, flags in (('proc', '/work', 'proc', 0), ('t', '/work', 'tmpfs', 0), ('/usr', '/work', '', 4096), ('', '/', '', 32),
-                                      ('', '/usr', '', 32 | 4096), ('s', '/work', 'sysfs', 0), ('d', '/work', 'devtmpfs', 0), ('c', '/work', 'cgroup2', 0),
+  for source, target, kind, flags in (('proc', '/work', 'proc', 0), ('t', '/work', 'tmpfs', 0), ('/usr', '/work', '', 4096), ('', '/',
+      '', 32),
+                                      ('', '/usr', '', 32 | 4096), ('s', '/work', 'sysfs', 0), ('d', '/work', 'devtmpfs', 0), ('c',
+                                          '/work', 'cgroup2', 0),
                                       ('/dev/vda', '/work', 'ext4', 0), ('', '/', '', 1 << 18), ('o', '/work', 'overlay', 0)):
     yield C + f'if L.mount({source.encode()!r}, {target.encode()!r}, {kind.encode()!r}, {flags}, None) == 0: won()'
   for target in ('/proc/sys', '/proc/kcore', '/work', '/usr'):
@@ -231,35 +253,47 @@ def mounting() -> Iterator[str]:
 def devices() -> Iterator[str]:
   for kind, major, minor in (('S_IFBLK', 254, 0), ('S_IFBLK', 8, 0), ('S_IFCHR', 1, 1), ('S_IFCHR', 1, 3), ('S_IFCHR', 10, 232)):
     yield tried(f'import stat\nos.mknod("/work/dev", stat.{kind} | 0o666, os.makedev({major}, {minor}))\nwon()')
-  for name in ('mem', 'kmem', 'kmsg', 'port', 'sda', 'vda', 'nvme0', 'fuse', 'kvm', 'net/tun', 'loop-control', 'mapper/control', 'tty', 'console'):
+  for name in ('mem', 'kmem', 'kmsg', 'port', 'sda', 'vda', 'nvme0', 'fuse', 'kvm', 'net/tun', 'loop-control', 'mapper/control',
+      'tty', 'console'):
     yield tried(f'os.open("/dev/{name}", os.O_RDONLY)\nwon()')
   yield tried('os.open("/dev/null2", os.O_CREAT | os.O_WRONLY)\nwon()')
 
 
 def rights() -> Iterator[str]:
   for call in ('os.setuid(0)', 'os.seteuid(0)', 'os.setgid(0)', 'os.setgroups([0])', 'os.setresuid(0, 0, 0)', 'os.chown("/work", 0, 0)',
-               'os.chmod("/usr/bin/env", 0o777)', 'os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(50))', 'os.setpriority(os.PRIO_PROCESS, 1, 19)',
-               'os.setpriority(os.PRIO_PROCESS, 0, -10)', 'socket.sethostname("mine")', 'time.clock_settime(time.CLOCK_REALTIME, 0)'):
+               'os.chmod("/usr/bin/env", 0o777)', 'os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(50))',
+                   'os.setpriority(os.PRIO_PROCESS, 1, 19)',
+               'os.setpriority(os.PRIO_PROCESS, 0, -10)', 'os.setpriority(os.PRIO_USER, 0, 19)', 'os.sched_setaffinity(1, [0])',
+               'os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0))',
+                   'import resource; resource.prlimit(1, resource.RLIMIT_NOFILE, (3, 3))',
+               'import resource; resource.prlimit(1, resource.RLIMIT_CPU, (1, 1))', 'socket.sethostname("mine")',
+                   'time.clock_settime(time.CLOCK_REALTIME, 0)'):
     yield tried(f'{call}\nwon()')
   yield C + 'h = struct.pack("Ii", 0x20080522, 0)\nd = struct.pack("6I", *[0xffffffff] * 6)\nif L.capset(h, d) == 0: won()'
   yield C + 'if L.prctl(38, 0, 0, 0, 0) == 0: won()'
   for program in ('su', 'sudo', 'mount', 'newgrp', 'passwd', 'pkexec', 'chsh', 'fusermount'):
-    yield f'import subprocess\ntry: r = subprocess.run([{program!r}, "-c", "id"], input=b"", capture_output=True, timeout=3)\nexcept OSError: sys.exit()\nif b"uid=0" in r.stdout: won(r)'
-  yield tried('import shutil\nshutil.copy("/usr/bin/id", "/work/id")\nos.chmod("/work/id", 0o6755)\nimport subprocess\nif b"uid=0" in subprocess.run(["/work/id"], capture_output=True).stdout: won()')
+    yield (f'import subprocess\ntry: r = subprocess.run([{program!r}, "-c", "id"], input=b"", capture_output=True, timeout=3)\n'
+        f'except OSError: sys.exit()\nif b"uid=0" in r.stdout: won(r)')
+  yield tried('import shutil\nshutil.copy("/usr/bin/id", "/work/id")\nos.chmod("/work/id", 0o6755)\nimport subprocess\n'
+      'if b"uid=0" in subprocess.run(["/work/id"], capture_output=True).stdout: won()')
   yield 'if any(int(l.split()[1], 16) for l in open("/proc/self/status") if l.startswith("Cap")): won()'
 
 
 def system_calls() -> Iterator[str]:
   numbers = {'bpf': 321, 'keyctl': 250, 'add_key': 248, 'userfaultfd': 323, 'io_uring_setup': 425, 'kexec_load': 246, 'init_module': 175,
-             'finit_module': 313, 'delete_module': 176, 'swapon': 167, 'acct': 163, 'settimeofday': 164, 'syslog': 103, 'perf_event_open': 298,
-             'open_by_handle_at': 304, 'fanotify_init': 300, 'iopl': 172, 'ioperm': 173, 'reboot': 169, 'setdomainname': 171, 'vhangup': 153}
+             'finit_module': 313, 'delete_module': 176, 'swapon': 167, 'acct': 163, 'settimeofday': 164, 'syslog': 103,
+                 'perf_event_open': 298,
+             'open_by_handle_at': 304, 'fanotify_init': 300, 'iopl': 172, 'ioperm': 173, 'reboot': 169, 'setdomainname': 171,
+                 'vhangup': 153}
   for name, number in numbers.items():
-    yield C + f'r = call({number}, 0, 0, 0, 0, 0)\nif r not in (-errno.EPERM, -errno.ENOSYS) and os.uname().machine == "x86_64": won({name!r}, r)'
+    yield (C + f'r = call({number}, 0, 0, 0, 0, 0)\n'
+        f'if r not in (-errno.EPERM, -errno.ENOSYS) and os.uname().machine == "x86_64": won({name!r}, r)')
   yield C + 'r = call(0x40000000 + 39)\nif r > 0: won()'
 
 
 def read_only() -> Iterator[str]:
-  for path in ('/usr/bin/x', '/etc/passwd', '/etc/ld.so.preload', '/opt/box/warden.py', '/opt/box/session.py', '/x', '/run/x', '/sys/x', '/root/x', '/bin/sh'):
+  for path in ('/usr/bin/x', '/etc/passwd', '/etc/ld.so.preload', '/opt/box/warden.py', '/opt/box/session.py', '/x', '/run/x',
+      '/sys/x', '/root/x', '/bin/sh'):
     yield tried(f'open({path!r}, "a").write("x")\nwon()')
   yield tried('open(os.path.join(os.path.dirname(os.__file__), "site.py"), "a")\nwon()')
   yield tried('os.rename("/usr/bin/env", "/usr/bin/envy")\nwon()')
@@ -292,8 +326,10 @@ def kernel_names() -> Iterator[str]:
 def by_host() -> Iterator[Callable[['Range'], bool]]:
   """What the host does with what code in the box has prepared."""
   scripts = [
-      'ln -sfn {secret_file} bait', 'ln -sfn /etc/shadow bait', 'ln -sfn ../../../../../../{secret_file} bait', 'ln -sfn /proc/1/environ bait',
-      'ln -sfn /proc/self/environ bait', 'mkfifo bait', 'ln -sfn bait bait', 'mkdir bait', 'ln -sfn /dev/zero bait', 'ln -sfn /proc/kmsg bait']
+      'ln -sfn {secret_file} bait', 'ln -sfn /etc/shadow bait', 'ln -sfn ../../../../../../{secret_file} bait',
+          'ln -sfn /proc/1/environ bait',
+      'ln -sfn /proc/self/environ bait', 'mkfifo bait', 'ln -sfn bait bait', 'mkdir bait', 'ln -sfn /dev/zero bait',
+          'ln -sfn /proc/kmsg bait']
   for script in scripts:
     yield lambda r, s=script: r.bait(s, lambda: r.box.read('bait'))
     yield lambda r, s=script: r.bait(f'mkdir top; cd top; {s}', lambda: r.copied('top'))
@@ -311,7 +347,8 @@ def by_host() -> Iterator[Callable[['Range'], bool]]:
   yield lambda r: r.bounded(lambda: r.box.run(['cat'], stdin=os.urandom(1 << 20)))
   for code in ('import os\nfor f in range(3, 40):\n  try: os.write(f, b"\\0\\0\\0\\5{{}}" * 9)\n  except OSError: pass',
                'import os, struct\nos.write(4, struct.pack(">I", 2**31) + b"x" * 5000)',
-               'import os, struct, json\nh = json.dumps(dict(id=1, value=True, error=False, sizes=[-1, 2])).encode()\nos.write(4, struct.pack(">I", len(h)) + h)',
+               'import os, struct, json\nh = json.dumps(dict(id=1, value=True, error=False, sizes=[-1, 2])).encode()\n'
+                   'os.write(4, struct.pack(">I", len(h)) + h)',
                'import os, struct, json\nh = b"[" * 60000\nos.write(4, struct.pack(">I", len(h)) + h)\n',
                'import os\nos.dup2(1, 4)\nos.dup2(1, 3)', 'import os\nos.write(4, b"x" * 10**7)', 'import os\nos.close(3)',
                'import sys\nsys.modules["ast"] = None\nsys.stdout = 7\n__builtins__.repr = None\nrepr = 0',
@@ -363,8 +400,10 @@ class Range:
       self.box = stack.enter_context(contextlib.closing(sandbox.open(limits=LIMITS, **settings)))
       self.keeper = self.box._connection.process.pid
       self.fill = {
-          'secret_file': str(self.file), 'repository': str(pathlib.Path(__file__).parents[1]), 'victim': str(self.victim.pid), 'host': str(os.getpid()),
-          'keeper': str(self.keeper), 'port': str(self.port), 'address': _address(), 'abstract': self.secret[-12:], 'folder': str(self.folder),
+          'secret_file': str(self.file), 'repository': str(pathlib.Path(__file__).parents[1]), 'victim': str(self.victim.pid),
+              'host': str(os.getpid()),
+          'keeper': str(self.keeper), 'port': str(self.port), 'address': _address(), 'abstract': self.secret[-12:],
+              'folder': str(self.folder),
           'unix_socket': str(self.folder / 'socket')}
       self._memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
       self._stack = stack.pop_all()
@@ -463,7 +502,10 @@ class Range:
     target = self.fresh()
     self.box.get_folder(path, target)
     for found in target.rglob('*'):
-      real = found.resolve()
+      try:
+        real = found.resolve()
+      except (OSError, RuntimeError):  # A circle of links.
+        continue
       if not real.is_relative_to(target.resolve()) or found.is_file() and self.secret in found.read_text(errors='replace'):
         return True
     return False

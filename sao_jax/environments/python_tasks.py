@@ -29,8 +29,8 @@ class Expressions:
     min_steps, max_steps: of 1 and 2, drawn uniformly.
     min_operand, max_operand: numbers in them.
     noise: probability that a demonstration makes a mistake.
-    noise_kinds: drawn uniformly among the possible ones: 'direct' (answers without the tool), 'skip' (leaves out the first of two steps), 'digit'
-      (a digit is miscopied into a call).
+    noise_kinds: drawn uniformly among the possible ones: 'direct' (answers without the tool), 'skip' (leaves out the first of two
+      steps), 'digit' (a digit is miscopied into a call).
   """
 
   min_steps: int = 1

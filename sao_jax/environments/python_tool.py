@@ -66,8 +66,8 @@ class PythonTool(question_answer.QuestionAnswer):
     traceback: whether an observation holds the traceback of an error, or its last line only.
     packages: whether the code can import the packages of this process's Python besides the standard library.
     backend, image: how the code is kept apart, see `sandbox.open`.
-    replayable: set it where all code of the policy does the same when it runs again (no clock, no random numbers of its own); a rollout that
-      was interrupted then goes on instead of starting over.
+    replayable: set it where all code of the policy does the same when it runs again (no clock, no random numbers of its own); a rollout
+      that was interrupted then goes on instead of starting over.
 
   Raises:
     ValueError: a setting out of range.
@@ -238,7 +238,7 @@ class PythonTool(question_answer.QuestionAnswer):
   # --- Demonstrations ---------------------------------------------------------------------------------------------------------
 
   def demonstration(self, task: base.Task, rng: np.random.Generator) -> list[str | Turn]:
-    """Calls and answer of a question that made itself, with the mistakes of its settings; of a source, the row's own solution, without calls."""
+    """Calls and answer of a question that made itself, with the mistakes of its settings; of a row, its own solution without calls."""
     if self._expressions is None:
       texts = super().demonstration(task, rng)
       return [Turn(text) for text in texts] if self.tools else texts
