@@ -14,7 +14,7 @@ from sao_jax import environments
 from sao_jax.environments import base, scripted
 
 ROOT = pathlib.Path(environments.__file__).parent
-HOST_CODE = tuple(f'sao_jax.{name}' for name in ('environments', 'graders', 'config', 'tool_calls', 'data_order', 'data_sources'))
+HOST_CODE = tuple(f'sao_jax.{name}' for name in ('environments', 'graders', 'config', 'tool_calls', 'data_order', 'data_sources', 'sandbox'))
 
 
 def test_no_module_imports_jax():
