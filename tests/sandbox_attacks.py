@@ -101,7 +101,8 @@ def network() -> Iterator[str]:
   for protocol in (1, 6, 255):
     yield tried(f's = socket.socket(socket.AF_INET, socket.SOCK_RAW, {protocol})\nwon()')
   yield tried('print(socket.getaddrinfo("example.com", 80))\nwon()')
-  yield tried('names = [n for _, n in socket.if_nameindex()]\nif [n for n in names if n != "lo" and not n.startswith(DUMB)]: won(names)').replace(
+  yield tried('names = [n for _, n in socket.if_nameindex()]\n'
+      'if [n for n in names if n != "lo" and not n.startswith(DUMB)]: won(names)').replace(
       'DUMB', '("sit", "tunl", "ip6", "gre", "erspan", "ip_vti", "dummy")')
   yield tried('import fcntl\ns = socket.socket()\nfcntl.ioctl(s, 0x8914, struct.pack("16sH14s", b"lo", 0, b""))\nwon()')
   yield tried('s = socket.socket(16, 3, 0)\ns.bind((0, 0))\n'
@@ -354,7 +355,11 @@ def by_host() -> Iterator[Callable[['Range'], bool]]:
                'import sys\nsys.modules["ast"] = None\nsys.stdout = 7\n__builtins__.repr = None\nrepr = 0',
                'import gc\nfor o in gc.get_objects():\n  if isinstance(o, dict) and "ENVIRONMENT" in o: o.clear()',
                'class E(BaseException):\n  __class__ = property(lambda s: 1/0)\nraise E', 'import os\nos.fork()\nprint(1)',
-               'print("x" * 10**6)\n"y" * 10**8'):
+               'print("x" * 10**6)\n"y" * 10**8',
+               'import os\nfor f in os.listdir("/proc/self/fd"):\n'
+                   '  if int(f) > 4 and os.path.exists("/proc/self/fd/" + f): print("WON", f)',
+               'import gc\nfor o in gc.get_objects():\n  try: o._reader, os.write(o._reader, b"x" * 100), print("WON")\n'
+                   '  except BaseException: pass'):
     yield lambda r, c=code: r.in_session(c)
 
 
@@ -523,7 +528,8 @@ class Range:
     fresh = self.box.python()
     good = fresh.run('6 * 7').value == '42'
     fresh.close()
-    return not good or max(len(result.output), len(result.value or ''), len(result.error or '')) > 30_000 or later.ending not in (
+    return not good or 'WON' in result.output or max(len(result.output), len(result.value or ''),
+        len(result.error or '')) > 30_000 or later.ending not in (
         'answered', 'ended', 'time', 'exited', 'killed')
 
 

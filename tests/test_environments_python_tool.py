@@ -178,7 +178,8 @@ def test_a_source_of_rows_and_its_solutions(tmp_path):
 
 
 @pytest.mark.parametrize('settings, message', [
-    ({'conversation': 'voice'}, 'conversation must be'), ({'markers': '<>'}, 'markers must be two'), ({'markers': ('a', '')}, 'markers must be two'),
+    ({'conversation': 'voice'}, 'conversation must be'), ({'markers': '<>'}, 'markers must be two'), ({'markers': ('a', '')},
+        'markers must be two'),
     ({'max_turns': 0}, 'max_turns must be'), ({'time_limit_s': -1}, 'time_s must be'), ({'traceback': 1}, 'traceback must be'),
     ({'expressions': {'noise': 2}}, 'noise must be'), ({'expressions': {'noise_kinds': ['x']}}, 'noise_kinds must be'),
     ({'backend': 'cloud'}, 'backend must be'), ({'max_output': 1}, 'max_output must be')])
@@ -229,7 +230,8 @@ def test_calls_cannot_be_made_after_the_end():
 def check_load(found, calls):
   assert found['calls'] >= calls and found['counted_once'], found
   assert sum(found['ended'].values()) == found['rollouts'] > 0
-  assert set(found['ended']) <= {'answer', 'environment_limit', 'max_turns', 'environment_error', 'environment_timeout', 'environment_sandbox'}
+  assert set(found['ended']) <= {'answer', 'environment_limit', 'max_turns', 'environment_error', 'environment_timeout',
+      'environment_sandbox'}
   assert found['sampler_longest_pause_s'] < 3.0, found
 
 

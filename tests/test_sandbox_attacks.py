@@ -60,6 +60,18 @@ def test_the_table_finds_what_is_not_isolated():
   assert len(won) >= 3
 
 
+@needs_box
+def test_the_same_holds_under_bubblewrap():
+  try:
+    sandbox.open('bubblewrap').close()
+  except sandbox.Unavailable as error:
+    pytest.skip(str(error))
+  chosen = []
+  for kind in sandbox_attacks.TABLE:
+    chosen += [a for a in EVERYTHING if a.kind == kind][1::8][:2]
+  check(sandbox_attacks.run(chosen, backend='bubblewrap'), 30)
+
+
 UNPRIVILEGED = ('import sys\nsys.path[:0] = {paths!r}\nimport sandbox_attacks\n'
                 'chosen = [a for k in sandbox_attacks.TABLE for a in [x for x in sandbox_attacks.attempts() if x.kind == k][2::9][:1]]\n'
                 'found = sandbox_attacks.run(chosen, backend="namespaces")\n'
@@ -122,7 +134,8 @@ def test_the_filter_refuses_what_it_names_and_lets_the_rest_through(machine):
     assert (evaluate(program, arch, special['clone'], (1 << flag | 17,)) == denied) == bool(namespaces)
     assert (evaluate(program, arch, special['unshare'], (1 << flag,)) == denied) == bool(namespaces or 1 << flag == 0x80)
   assert evaluate(program, arch, special['clone3']) == 0x00050026
-  assert evaluate(program, arch, special['ioctl'], (0, 0x5412)) == denied and evaluate(program, arch, special['ioctl'], (0, 0x5413)) == allow
+  assert evaluate(program, arch, special['ioctl'], (0, 0x5412)) == denied and evaluate(program, arch, special['ioctl'], (0,
+      0x5413)) == allow
   for name, number in own.items():
     kind = {'setpriority': 0, 'ioprio_set': 1}.get(name)
     mine, other = ((0,), (1,)) if kind is None else ((kind, 0), (kind, 1))
@@ -173,7 +186,8 @@ def test_containers_are_started_with_everything_taken_away(tmp_path, monkeypatch
     sandbox.open('container', image='some/image:1', limits=limits, mounts=[sandbox.Mount(tmp_path / 'shown', '/data')])
   run = next(c for c in calls() if c[0] == 'run')
   pairs = set(zip(run, run[1:]))
-  for pair in (('--network', 'none'), ('--cap-drop', 'ALL'), ('--security-opt', 'no-new-privileges'), ('--pids-limit', '11'), ('--memory', '150m'),
+  for pair in (('--network', 'none'), ('--cap-drop', 'ALL'), ('--security-opt', 'no-new-privileges'), ('--pids-limit', '11'),
+      ('--memory', '150m'),
                ('--memory-swap', '150m'), ('--volume', f'{tmp_path / "shown"}:/data:ro'), ('--volume', f'{backends.INSIDE}:/opt/box:ro')):
     assert pair in pairs, pair
   assert '--rm' in run and '--privileged' not in run and run[run.index('--entrypoint') + 2] == 'some/image:1'

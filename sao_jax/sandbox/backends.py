@@ -8,17 +8,22 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import dataclasses
 import functools
 import logging
 import os
 import pathlib
+import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from typing import Any, Sequence
 
@@ -29,6 +34,7 @@ START_S = 60.0  # For a box to be ready, on a machine that is busy.
 INSIDE = pathlib.Path(__file__).resolve().parent / 'inside'
 PATH = '/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin'
 PACKAGES = '/opt/packages'
+_OTHER_USER = 0x6FFFFFFF  # What root starts bubblewrap as: root in a box would be root of the host, only without capabilities.
 ENVIRONMENT = {'HOME': '/work', 'TMPDIR': '/tmp', 'LANG': 'C.UTF-8', 'USER': 'box', 'LOGNAME': 'box', 'TERM': 'dumb'}
 
 
@@ -42,11 +48,47 @@ importlib.import_module('sao_jax.sandbox.inside.' + sys.argv[2]).main(*sys.argv[
 """
 
 
+class Keeper:
+  """The first process of a box, which is no child of this one; what is used of `subprocess.Popen`."""
+
+  stderr = None
+
+  def __init__(self):
+    self.pid, self._handle = 0, -1
+
+  def found(self, pid: int) -> None:
+    self.pid = pid
+    with contextlib.suppress(ProcessLookupError):  # It ended at once.
+      self._handle = os.pidfd_open(pid)
+
+  def poll(self) -> int | None:
+    """0 when it has ended."""
+    try:
+      self.wait(0.0)
+    except subprocess.TimeoutExpired:
+      return None
+    return 0
+
+  def wait(self, timeout: float) -> int:
+    if self._handle >= 0:
+      poll = select.poll()
+      poll.register(self._handle, select.POLLIN)
+      if not poll.poll(timeout * 1000.0):
+        raise subprocess.TimeoutExpired('keeper', timeout)
+      os.close(self._handle)
+      self._handle = -1
+    return 0
+
+  def kill(self) -> None:
+    if self._handle >= 0:
+      signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+
+
 @dataclasses.dataclass
 class Connection:
   """A started warden: `process` ends when the box does, and ending it ends the box. `folder`: a folder of the host to be removed after."""
 
-  process: subprocess.Popen
+  process: subprocess.Popen | Keeper
   reader: int
   writer: int
   backend: str
@@ -64,6 +106,8 @@ class Connection:
     except subprocess.TimeoutExpired:
       self.process.kill()
       self.process.wait(30.0)
+    if self.process.stderr is not None:
+      self.process.stderr.close()
     if self.folder:
       shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -138,8 +182,9 @@ def _release() -> tuple[int, ...]:
   return tuple(int(x) for x in os.uname().release.split('-')[0].split('.')[:2] if x.isdigit())
 
 
-def _start(argv: Sequence[str], backend: str, *, pipes: bool = False, cwd: str = '/', **values: Any) -> Connection:
-  """Starts a process that becomes a warden, on a socket given to it as the last argument or on its input and output."""
+def _start(argv: Sequence[str], backend: str, *, pipes: bool = False, cwd: str = '/', user: int | None = None, **values: Any) -> Connection:
+  """Starts a process that becomes a warden, on a socket given to it in the place of '{socket}', or on its input and
+  output; as another user where `user` says so."""
   environment = {'PATH': PATH, 'LANG': 'C.UTF-8'}
   if pipes:
     environment = {k: v for k, v in os.environ.items() if k in ('PATH', 'HOME', 'DOCKER_HOST', 'DOCKER_CONFIG', 'XDG_RUNTIME_DIR')}
@@ -155,9 +200,10 @@ def _start(argv: Sequence[str], backend: str, *, pipes: bool = False, cwd: str =
       number = str(theirs.fileno())
       argv = [number if a == '{socket}' else a for a in argv]
       process = subprocess.Popen(
-          argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), cwd=cwd,
-          env=environment, start_new_session=True)
-  except OSError as error:
+          argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+          stderr=subprocess.PIPE if backend == 'bubblewrap' else subprocess.DEVNULL, pass_fds=(theirs.fileno(),), cwd=cwd,
+          env=environment, start_new_session=True, user=user, group=user, extra_groups=None if user is None else ())
+  except (OSError, subprocess.SubprocessError) as error:
     ours.close()
     raise base.Unavailable(f'{argv[0]} cannot be started: {error}') from error
   descriptor = ours.detach()
@@ -180,6 +226,8 @@ def _greet(connection: Connection, header: dict[str, Any], patience_s: float = S
   except wire.WireError as error:
     frame, reason = None, str(error)
   if frame is not None and frame[0].get('ready') is True:
+    if isinstance(connection.process, Keeper):
+      connection.process.found(frame[0]['keeper'])
     return connection
   errors = b''
   if connection.process.stderr is not None:
@@ -190,6 +238,52 @@ def _greet(connection: Connection, header: dict[str, Any], patience_s: float = S
   raise base.Unavailable(f'No box by {connection.backend}: {reason}{f" ({said})" if said else ""}')
 
 
+# --- The foundry of namespaces ---------------------------------------------------------------------------------------------------
+
+
+_foundries: dict[int, tuple[subprocess.Popen, socket.socket]] = {}  # Process -> its foundry: one that was forked from it has its own.
+_foundry_lock = threading.Lock()
+
+
+def _foundry() -> Connection:
+  """A connection to a box that is to be made. Starts the foundry where there is none, or it has ended. Raises Unavailable."""
+  ours, theirs = socket.socketpair()
+  with theirs, _foundry_lock:
+    for again in (True, False):
+      process, orders = _foundries.get(os.getpid()) or _start_foundry()
+      try:
+        socket.send_fds(orders, [b'+'], [theirs.fileno()])
+        break
+      except OSError as error:
+        del _foundries[os.getpid()]
+        orders.close()
+        process.kill()
+        process.wait()
+        if not again:
+          ours.close()
+          raise base.Unavailable(f'No box by namespaces: the foundry ends ({error})') from error
+  descriptor = ours.detach()
+  os.set_blocking(descriptor, False)
+  return Connection(Keeper(), descriptor, descriptor, 'namespaces')
+
+
+def _start_foundry() -> tuple[subprocess.Popen, socket.socket]:
+  connection = _start([sys.executable, *_boot(INSIDE, 'launch', '{socket}', str(os.getpid()))], 'foundry')
+  if not _foundries:
+    atexit.register(_end_foundry)
+  orders = socket.socket(fileno=connection.reader)
+  orders.setblocking(True)
+  _foundries[os.getpid()] = connection.process, orders
+  return _foundries[os.getpid()]
+
+
+def _end_foundry() -> None:
+  process, orders = _foundries.pop(os.getpid(), (None, None))
+  if process is not None:
+    orders.close()
+    process.wait()
+
+
 # --- The four ------------------------------------------------------------------------------------------------------------------
 
 
@@ -197,9 +291,9 @@ def _namespaces(plan: Plan) -> Connection:
   if sys.platform != 'linux':
     raise base.Unavailable(f'Namespaces are a matter of Linux; this is {sys.platform}. Use the container backend.')
   python, mounts, settings = _common(plan)
-  connection = _start([sys.executable, *_boot(INSIDE, 'launch', '{socket}')], 'namespaces')
+  connection = _foundry()
   return _greet(connection, {
-      'host': os.getpid(), 'disk_mb': plan.limits.disk_mb, 'mounts': mounts, 'inside': str(INSIDE), 'warden': settings,
+      'disk_mb': plan.limits.disk_mb, 'mounts': mounts, 'inside': str(INSIDE), 'warden': settings,
       'covered': [] if plan.packages else _packages_of_installation(), 'readable': _folders(python, mounts)})
 
 
@@ -213,8 +307,8 @@ def _bubblewrap(plan: Plan) -> Connection:
   if bwrap is None:
     raise base.Unavailable('bubblewrap (bwrap) is not installed.')
   python, mounts, settings = _common(plan)
-  argv = [bwrap, '--unshare-all', '--die-with-parent', '--as-pid-1', '--new-session', '--cap-drop', 'ALL', '--hostname', 'box',
-          '--clearenv']
+  argv = [bwrap, '--unshare-all', '--unshare-user', '--uid', '1000', '--gid', '1000', '--as-pid-1', '--new-session',
+          '--cap-drop', 'ALL', '--hostname', 'box', '--clearenv']
   for path in ('/usr', '/bin', '/sbin', '/lib', '/lib32', '/lib64', '/nix/store'):
     if os.path.islink(path):
       argv += ['--symlink', os.readlink(path), path]
@@ -230,10 +324,8 @@ def _bubblewrap(plan: Plan) -> Connection:
   for path in [] if plan.packages else _packages_of_installation():
     argv += ['--tmpfs', path, '--remount-ro', path]
   argv += ['--remount-ro', '/', '--chdir', '/work', '--', python, *_boot('/opt/box', 'warden', '{socket}', '{socket}')]
-  settings['count_processes'] = False  # Unless the kernel counts by namespace, the user's others would count.
-  if _release() >= (5, 14) and os.geteuid() != 0:
-    settings['count_processes'] = True
-  return _greet(_start(argv, 'bubblewrap'), {'warden': settings})
+  settings['count_processes'] = _release() >= (5, 14)  # Before, the user's other processes would count.
+  return _greet(_start(argv, 'bubblewrap', user=_OTHER_USER if os.geteuid() == 0 else None), {'warden': settings})
 
 
 def _container(plan: Plan) -> Connection:
@@ -241,7 +333,7 @@ def _container(plan: Plan) -> Connection:
   if program is None:
     raise base.Unavailable('Neither docker nor podman is installed.')
   if not plan.image:
-    raise ValueError("The container backend needs image='NAME'; any image with Python 3.8 or later will do.")
+    raise ValueError("The container backend needs image='NAME'; any image with Python 3.9 or later will do.")
   found = subprocess.run([program, 'info', '--format', '{{json .ID}}'] if 'docker' in program else [program, 'info', '--format', 'json'],
                          capture_output=True, timeout=60, check=False)
   if found.returncode:

@@ -125,6 +125,8 @@ class Box:
         seconds + GRACE_S, 2 * limits.output_bytes + 1000)
     try:
       ending, code, cut = str(header['ending']), int(header['code']), [bool(c) for c in header['cut']]
+      if ending not in base.ENDINGS:
+        raise ValueError(f'the ending {ending!r:.40}')
       return base.Result(blobs[0], blobs[1], code, ending, float(header['seconds']), *cut)
     except (KeyError, TypeError, ValueError, IndexError) as error:
       raise self._broken(f'an answer that cannot be read: {error}') from error

@@ -1,6 +1,8 @@
-"""Builds a box of namespaces and becomes its keeper.
+"""Builds boxes of namespaces.
 
-    host --- starts ---> keeper (this process) --- forks ---> warden, process 1 of the box
+    host --- starts once ---> foundry --- forks, for every box ---> keeper --- forks ---> warden, process 1 of the box
+
+The foundry is there for speed alone: it has loaded what a box needs before it is asked for one. It is sent a socket for each box.
 
 The keeper waits for either end: when the host's process ends, however it ends, or when the warden does. The end of the warden is the end
 of every process of the box: the kernel ends a process namespace with its first process.
@@ -23,15 +25,40 @@ FIRST_USER = 0x70000000  # Boxes of root run as this plus the number of a proces
 ALL = system.NEWNS | system.NEWPID | system.NEWNET | system.NEWIPC | system.NEWUTS
 
 
-def main(descriptor):
-  """The process that the host starts; `descriptor`: number of the socket to it."""
-  descriptor = int(descriptor)
+def main(descriptor, host):
+  """The foundry: makes a box for every socket that it is sent, until the host is gone. `descriptor`: number of the socket to the host."""
   os.umask(0o022)
-  header, _ = wire.receive(descriptor, 0, time.monotonic() + 60.0)
-  try:
-    host = os.pidfd_open(header['host'])
-    if os.getppid() != header['host']:
+  orders = socket.socket(fileno=int(descriptor))
+  orders.set_inheritable(False)
+  pidfd = os.pidfd_open(int(host))
+  if os.getppid() != int(host):
+    return  # It ended before.
+  signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for keepers.
+  poll = select.poll()
+  poll.register(pidfd, select.POLLIN)
+  poll.register(orders, select.POLLIN)
+  while pidfd not in [number for number, _ in poll.poll()]:
+    data, sockets, _, _ = socket.recv_fds(orders, 1, 1)
+    if not data:
       return
+    for number in sockets:
+      if os.fork() == 0:
+        try:
+          signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+          orders.close()
+          os.setsid()
+          make_box(number, pidfd)
+        finally:
+          os._exit(0)
+      os.close(number)
+
+
+def make_box(descriptor, host):
+  """The keeper of one box: makes it, and waits for its end, or for that of the host. `host`: pidfd of its process."""
+  os.set_inheritable(descriptor, False)
+  header, _ = wire.receive(descriptor, 0, time.monotonic() + 60.0)
+  header['warden']['keeper'] = os.getpid()
+  try:
     uid, gid = _separate()
     lifeline, held = os.pipe()
     child = os.fork()

@@ -7,7 +7,6 @@ and could forge an answer; an answer is as trusted as what it prints.
 import _sitebuiltins
 import ast
 import builtins
-import io
 import linecache
 import os
 import sys
@@ -20,12 +19,16 @@ MAX_DEPTH = 12  # Frames of a traceback.
 
 def main(*packages):
   """Answers until the warden closes; `packages`: folders of further packages."""
-  sys.stdout = io.TextIOWrapper(sys.stdout.buffer, 'utf-8', 'backslashreplace', line_buffering=True)
-  sys.stderr = io.TextIOWrapper(sys.stderr.buffer, 'utf-8', 'backslashreplace', line_buffering=True)
+  sys.stdin = sys.__stdin__ = open(0, encoding='utf-8', errors='replace', closefd=False)
+  sys.stdout = sys.__stdout__ = open(1, 'w', 1, 'utf-8', 'backslashreplace', closefd=False)
+  sys.stderr = sys.__stderr__ = open(2, 'w', 1, 'utf-8', 'backslashreplace', closefd=False)
   for name in [n for n in sys.modules if n.split('.')[0] == 'sao_jax']:
     del sys.modules[name]
   builtins.exit = builtins.quit = _sitebuiltins.Quitter('exit', 'Ctrl-D')  # The module `site`, which is slow, is left out.
   builtins.help = _sitebuiltins._Helper()
+  random = sys.modules.get('random')
+  if random is not None:
+    random.seed()  # A copy of the warden has its numbers, too.
   request, answer = 3, 4
   os.set_inheritable(request, False)
   os.set_inheritable(answer, False)
@@ -33,7 +36,7 @@ def main(*packages):
   sys.path += packages
   sys.argv = ['']
   space = {'__name__': '__main__', '__builtins__': __builtins__}
-  number = 0
+  number, own = 0, os.getpid()
   while True:
     frame = wire.receive(request, 1 << 26)
     if frame is None:
@@ -45,6 +48,8 @@ def main(*packages):
         stream.flush()
       except BaseException:  # Whatever the code has put there.
         pass
+    if os.getpid() != own:
+      os._exit(0)  # The code has forked, and this is the child.
     blobs = [(x or '').encode('utf-8', 'replace') for x in (value, error)]
     try:
       wire.send(answer, {'id': frame[0]['id'], 'value': value is not None, 'error': error is not None}, blobs)

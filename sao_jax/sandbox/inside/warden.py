@@ -23,7 +23,7 @@ import sys
 import time
 import traceback
 
-from sao_jax.sandbox.inside import collect, files, wire
+from sao_jax.sandbox.inside import collect, files, session, system, wire
 
 MAX_REQUEST = 1 << 28
 MAX_ANSWER = 1 << 22  # Bytes of a session's answer.
@@ -130,7 +130,7 @@ class Warden:
     code = 127 if trouble[0] == errno.ENOENT else 126
     return {'ending': 'exited', 'code': code, 'seconds': seconds, 'cut': [False, False]}, [b'', text.encode('utf-8', 'replace')]
 
-  def _start(self, header, limits, descriptors, cpu_s):
+  def _start(self, header, limits, descriptors, cpu_s, interpreter=False):
     """(process, None), or (process, (errno, text)) where the command cannot be started. `descriptors`: the child's number -> ours."""
     status, told = os.pipe()
     try:
@@ -140,7 +140,7 @@ class Warden:
       os.close(told)
       return None, (error.errno, os.strerror(error.errno))
     if pid == 0:
-      self._become(header, limits, descriptors, told, cpu_s)
+      self._become(header, limits, descriptors, told, cpu_s, interpreter)
     os.close(told)
     problem = os.read(status, 400)
     os.close(status)
@@ -149,8 +149,8 @@ class Warden:
     number, _, text = problem.decode('utf-8', 'replace').partition(' ')
     return pid, (int(number), text)
 
-  def _become(self, header, limits, descriptors, told, cpu_s):
-    """In the forked process: limits, then the command. Never returns."""
+  def _become(self, header, limits, descriptors, told, cpu_s, interpreter):
+    """In the forked process: limits, then the command, or the loop of an `interpreter`. Never returns."""
     folder = False
     try:
       os.setsid()
@@ -169,7 +169,12 @@ class Warden:
       os.chdir(cwd)
       folder = False
       self._limit(limits, cpu_s)
-      os.execvpe(header['argv'][0], header['argv'], dict(self._settings['environment'], **header['env']))
+      environment = dict(self._settings['environment'], **header['env'])
+      if interpreter:
+        os.close(told)
+        self._interpret(environment)
+      else:
+        os.execvpe(header['argv'][0], header['argv'], environment)
     except OSError as error:
       where = 'in the folder %r' % header['cwd'][:100] if folder else ''
       os.write(told, ('%d %s %s' % (error.errno or 0, os.strerror(error.errno or 0), where)).strip().encode('utf-8', 'replace'))
@@ -177,6 +182,23 @@ class Warden:
       os.write(told, ('%d %s' % (errno.EINVAL, error)).encode('utf-8', 'replace')[:300])
     finally:
       os._exit(126)
+
+  def _interpret(self, environment):
+    """Makes this process, a copy of the warden, an interpreter that has nothing of it: for a new one it would take five times as long."""
+    for name in os.listdir('/proc/self/fd'):
+      if int(name) > 4:
+        try:
+          os.close(int(name))
+        except OSError:
+          pass  # The one of this listing.
+    for number in (signal.SIGINT, signal.SIGPIPE):
+      signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_IGN)
+    if self._settings['kill'] != 'children':
+      system.libc.prctl(system.PR_SET_DUMPABLE, 1, 0, 0, 0)  # Its own /proc/self is its own again.
+    os.environ.clear()
+    os.environ |= environment
+    sys.executable = self._settings['python']
+    session.main(*self._settings['packages'])
 
   def _limit(self, limits, cpu_s):
     wanted = {
@@ -335,16 +357,14 @@ class Warden:
     output, out_end = os.pipe()
     request_end, request = os.pipe()
     answer, answer_end = os.pipe()
-    argv = [self._settings['python'], '-I', '-S', '-B', '-u', '-c', self._settings['boot'], self._settings['inside'], 'session']
-    argv += self._settings['packages']
-    command = {'argv': argv, 'cwd': header['cwd'], 'env': header['env']}
-    pid, trouble = self._start(command, limits, {0: self._null, 1: out_end, 2: out_end, 3: request_end, 4: answer_end}, None)
+    command = {'argv': ['python'], 'cwd': header['cwd'], 'env': header['env']}
+    pid, trouble = self._start(command, limits, {0: self._null, 1: out_end, 2: out_end, 3: request_end, 4: answer_end}, None, True)
     for descriptor in (out_end, request_end, answer_end):
       os.close(descriptor)
     session = Session(pid, output, request, answer)
     if trouble:
       session.close()
-      return {'trouble': '%s: %s' % (argv[0], trouble[1])}, []
+      return {'trouble': trouble[1]}, []
     self._sessions[header['id']] = session
     return {}, []
 
@@ -535,7 +555,7 @@ def serve(reader, writer, lifeline, settings):
       signal.signal(number, signal.SIG_IGN)
   try:
     own = Warden(reader, writer, lifeline, settings)
-    wire.send(writer, {'ready': True, 'python': sys.version.split()[0]})
+    wire.send(writer, {'ready': True, 'keeper': settings.get('keeper', 0)})
     own.serve()
   except wire.WireError:
     pass  # The host is gone.
@@ -551,7 +571,7 @@ def main(reader, writer):
   reader, writer = int(reader), int(writer)
   header, _ = wire.receive(reader, 0, time.monotonic() + 60.0)
   settings = header['warden']
-  from sao_jax.sandbox.inside import confine, system  # Not needed where a keeper has done this.
+  from sao_jax.sandbox.inside import confine  # Not needed where a keeper has done this.
   try:
     if settings['kill'] == 'children':
       system.call('subreaper', system.libc.prctl(system.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
