@@ -187,7 +187,7 @@ def _fitted(config: Config, context: int, request: Request, kind: str, longest: 
       config,
       model=config.model if config.model.pretrained else dataclasses.replace(config.model, max_length=context),
       task=dataclasses.replace(
-          config.task, name=request.environment, settings={} if request.python_tool else {'conversation': kind},
+          config.task, name=request.environment, settings={'conversation': kind},
           max_turns=MAX_TURNS[request.environment], max_turn_tokens=min(request.max_tokens, total), max_tokens=total,
           time_limit_s=FOREVER_S, compact_room=config.task.compact_room if request.python_tool else 0),
       sampler=dataclasses.replace(

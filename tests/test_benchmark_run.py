@@ -225,6 +225,9 @@ class FakeTool(base.Environment):
   name = 'python_tool'
   replayable = True
 
+  def __init__(self, *, conversation):
+    assert conversation == 'raw'
+
   def reset(self, task):
     self._turns = 0
     return base.Observation(task.data['messages'][0]['content'])
@@ -244,6 +247,32 @@ def test_the_python_tool_is_used_where_there_is_one(tmp_path, monkeypatch):
   samples = [s for r in lines(tmp_path) for s in r['samples']]
   assert found['python_tool'] is True and len(samples) == 4
   assert all(s['turns'] == 2 or s['truncated'] for s in samples) and all('result: 4' not in s['response'] for s in samples)
+
+
+@pytest.mark.slow
+def test_a_policy_that_calls_the_real_tool(tmp_path, monkeypatch):
+  """The sampler's text is replaced by a script, for a tiny model writes no code; the sandbox, the environment and the grading are the real ones."""
+  from sao_jax.environments import python_tool
+  try:
+    made = python_tool.PythonTool(conversation='raw')
+  except python_tool.sandbox.Unavailable as error:
+    pytest.skip(str(error))
+  made.close()
+  seen = []
+  real = python_tool.PythonTool.step
+
+  def step(self, action):
+    turn = self._turns
+    seen.append((turn, real(self, '<python>x = 6\nx * 7</python>' if turn == 0 else '<python>x</python>' if turn == 1 else action)))
+    return seen[-1][1]
+
+  monkeypatch.setattr(python_tool.PythonTool, 'step', step)
+  found = evaluate(tmp_path, python_tool=True, limit=2, max_tokens=60, num_samples=1)
+  samples = [s for r in lines(tmp_path) for s in r['samples']]
+  texts = [(turn, result.observation.text) for turn, result in seen]
+  assert found['python_tool'] is True and len(samples) == 2
+  assert (0, '42\n') in texts and all(text in ('42\n', '6\n', '') for _, text in texts)
+  assert all(s['turns'] == 3 or s['truncated'] for s in samples)
 
 
 # --- Workdirs are only read ---

@@ -15,7 +15,7 @@ from sao_jax.environments import base, scripted
 
 ROOT = pathlib.Path(environments.__file__).parent
 HOST_CODE = tuple(
-    f'sao_jax.{name}' for name in ('environments', 'graders', 'config', 'tool_calls', 'data_order', 'data_sources', 'gateway'))
+    f'sao_jax.{name}' for name in ('environments', 'graders', 'config', 'tool_calls', 'data_order', 'data_sources', 'gateway', 'sandbox'))
 
 
 def test_no_module_imports_jax():

@@ -8,7 +8,7 @@ import time
 from absl.testing import parameterized
 import pytest
 
-from sao_jax import graders
+from sao_jax import graders, sandbox
 from sao_jax.graders import code_tests
 
 COMPLETE = {  # A task in the form of HumanEval.
@@ -83,7 +83,8 @@ def test_too_long_is_wrong_and_takes_no_longer_than_the_limit():
   grader.close()
 
 
-def test_nothing_is_left_of_a_process_tree(code, tmp_path):
+def test_nothing_is_left_of_a_process_tree(tmp_path):
+  code = graders.make('code', time_limit_s=5.0, isolation='process')
   note = tmp_path / 'pids'
   program = ('import os, time\n'
              'for session in (False, True):\n'
@@ -97,8 +98,44 @@ def test_nothing_is_left_of_a_process_tree(code, tmp_path):
   assert code.grade(fenced(program), 'assert f() == 1').verdict == 'right'
   pids = [int(pid) for pid in note.read_text().split()]
   assert len(pids) >= 3
+  code.close()
   for pid in pids:
     assert not pathlib.Path(f'/proc/{pid}').exists() or 'Z' in pathlib.Path(f'/proc/{pid}/stat').read_text()
+
+
+def test_code_in_a_sandbox_sees_nothing_of_the_host_and_code_in_a_process_does(tmp_path):
+  (tmp_path / 'known').write_text('x')
+  program = f'import os\ndef look(): return os.path.exists({str(tmp_path / "known")!r})'
+  grader = graders.make('code', time_limit_s=5.0, isolation='process')
+  assert grader.grade(fenced(program), 'assert look()').verdict == 'right'
+  try:
+    sandbox.open().close()
+  except sandbox.Unavailable as error:
+    pytest.skip(str(error))
+  isolated = graders.make('code', time_limit_s=5.0, isolation='sandbox')
+  grade = isolated.grade(fenced(program), 'assert not look()')
+  assert grade.verdict == 'right', grade
+  for program in ('import os, signal\nos.kill(os.getppid(), 9)', 'import os\nos.kill(-1, 9)', 'import os\nwhile True: os.fork()'):
+    assert isolated.grade(fenced(program + '\ndef f(): return 1'), 'assert f() == 1').verdict == 'wrong'
+  assert isolated.grade(fenced('def f(): return 1'), 'assert f() == 1').verdict == 'right'
+  grader.close()
+  isolated.close()
+  assert isolated.grade(fenced('def f(): return 1'), 'assert f() == 1').verdict == 'grader_error'
+
+
+def test_where_there_is_no_sandbox_auto_says_so_and_sandbox_refuses(monkeypatch, caplog):
+  def refuse(*_, **__):
+    raise sandbox.Unavailable('hardened')
+
+  monkeypatch.setattr(sandbox, 'open', refuse)
+  grader = graders.make('code')
+  assert grader.grade(fenced('def f(): return 1'), 'assert f() == 1').verdict == 'right' and 'not isolated: hardened' in caplog.text
+  grader.close()
+  grader = graders.make('code', isolation='sandbox')
+  grade = grader.grade(fenced('def f(): return 1'), 'assert f() == 1')
+  assert grade.verdict == 'grader_error' and 'hardened' in grade.reason
+  with pytest.raises(ValueError, match='isolation must be one of'):
+    graders.make('code', isolation='none')
 
 
 def test_code_sees_no_environment_and_works_in_a_folder_of_its_own(code, monkeypatch):

@@ -12,6 +12,7 @@ REGISTRY = {  # name -> (module, class)
     'ask': ('sao_jax.environments.ask', 'Ask'),
     'calculator': ('sao_jax.environments.calculator', 'Calculator'),
     'gymnasium': ('sao_jax.environments.gymnasium', 'TextGame'),
+    'python_tool': ('sao_jax.environments.python_tool', 'PythonTool'),
     'question_answer': ('sao_jax.environments.question_answer', 'QuestionAnswer'),
     'reasoning_gym': ('sao_jax.environments.reasoning_gym', 'ReasoningGym'),
     'scaffold': ('sao_jax.environments.scaffold', 'Scaffold'),

@@ -72,7 +72,7 @@ class QuestionAnswer(base.Environment):
     base.check_range('test_share', test_share, 0.001, 0.999)
     self.answer_format, self.template = answer_format, template
     self.system_prompt = FORMATS[answer_format][0] if system_prompt is None else system_prompt
-    self._rows = _splits(source, test_share)
+    self._rows = self._split_rows(source, test_share)
     settings = dict(grader_settings or {})
     if grader != 'code':
       settings.setdefault('extraction', answer_format)
@@ -81,6 +81,9 @@ class QuestionAnswer(base.Environment):
     for rows, _ in self._rows.values():
       _check_rows(rows, self._needs_answer)
     self._data: Mapping[str, Any] | None = None
+
+  def _split_rows(self, source: Source, test_share: float) -> dict[str, tuple[data_sources.Source, Sequence[int]]]:
+    return _splits(source, test_share)
 
   def _row(self, split: str, place: int) -> dict[str, Any]:
     source, numbers = self._rows[split]
@@ -108,21 +111,29 @@ class QuestionAnswer(base.Environment):
 
   def reset(self, task: base.Task) -> base.Observation:
     self._data = task.data
+    return base.Observation(messages=self.messages(task.data))
+
+  def messages(self, data: Mapping[str, Any]) -> tuple[Mapping[str, str], ...]:
+    """The conversation that a row begins with."""
     system = ({'role': 'system', 'content': self.system_prompt},) if self.system_prompt else ()
-    return base.Observation(messages=(*system, {'role': 'user', 'content': fill(self.template, task.data)}))
+    return (*system, {'role': 'user', 'content': fill(self.template, data)})
 
   def step(self, action: str) -> base.StepResult:
     if self._data is None:
       raise RuntimeError('step was called without a running episode; call reset first.')
     data, self._data = self._data, None
+    metrics = self.graded(action, data)
+    return base.StepResult(reward=metrics['success'], terminated=True, metrics=metrics)
+
+  def graded(self, reply: str, data: Mapping[str, Any]) -> dict[str, float]:
+    """'success' and 'answered' of a reply to a row. Raises GraderTimeout or GraderError."""
     metadata = {name: value for name, value in data.items() if name not in ('question', 'answer')}
-    grade = self._grader.grade(action, data['answer'], metadata=metadata)
+    grade = self._grader.grade(reply, data['answer'], metadata=metadata)
     if grade.verdict == 'grader_timeout':
       raise base.GraderTimeout(grade.reason)
     if grade.verdict == 'grader_error':
       raise base.GraderError(grade.reason)
-    success = float(grade.verdict == 'right')
-    return base.StepResult(reward=success, terminated=True, metrics={'success': success, 'answered': float(grade.verdict != 'no_answer')})
+    return {'success': float(grade.verdict == 'right'), 'answered': float(grade.verdict != 'no_answer')}
 
   def demonstration(self, task: base.Task, rng: np.random.Generator) -> list[str]:
     """The row's own solution, if it has one, and the right answer in the form that is asked for."""

@@ -26,7 +26,8 @@ def supervise(lifeline: int) -> dict:
   runner = os.fork()
   if runner == 0:
     os.close(result)
-    os.close(lifeline)
+    if lifeline >= 0:
+      os.close(lifeline)
     try:
       _run(request, write)
     finally:
@@ -60,7 +61,7 @@ def _wait(runner: int, result: int, lifeline: int, deadline: float) -> tuple:
     left = deadline - time.monotonic()
     if left <= 0:
       return 'time', data
-    watched = [lifeline] if data else [lifeline, result]
+    watched = [lifeline] * (lifeline >= 0) + [result] * (not data)
     ready = select.select(watched, [], [], min(left, 0.02 if data else 0.05))[0]
     if lifeline in ready:
       return 'closed', data
@@ -120,6 +121,10 @@ def _run(request: dict, write: int) -> None:
   for kind, limit in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_FSIZE, 16 << 20),
                       (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, 64)):
     resource.setrlimit(kind, (limit, limit))
+  if 'environment' in request:
+    for name in set(os.environ) - set(request['environment']):
+      os.environ.pop(name)
+    sys.path += request['packages']
   nonce, program, tests = request.pop('nonce'), request['program'], request['tests']
 
   def tell(**values) -> None:

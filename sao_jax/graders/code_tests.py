@@ -1,4 +1,4 @@
-"""The grader of code: runs it with the tests of its task, in a process of its own under limits.
+"""The grader of code: runs it with the tests of its task, in a sandbox, or where there is none in a process of its own under limits.
 
 Tasks (by the fields in `metadata`):
   'test', 'entry_point', 'prompt'   HumanEval: `check(entry_point)` of the test; what stands before the function in the prompt is kept
@@ -6,16 +6,18 @@ Tasks (by the fields in `metadata`):
   none of these                     the known answer itself holds the assertions
 
 What it is safe from, and what not: see docs/graders.md. Graded code has limits of time, memory, file size and open files, a temporary
-folder, an empty environment, and every process it leaves behind is ended. It is NOT isolated: it runs as this user, with the network, and
-can read and write what this user can. It runs in one Python process with its tests, so code that sets out to find them can forge the
-result. Use it for code of models that do not try to; a sandbox is for others.
+folder, an empty environment, and every process it leaves behind is ended. In a sandbox (isolation 'auto' or 'sandbox') it sees nothing of
+this machine. It always runs in one Python process with its tests, so code that sets out to find them can forge the result.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import logging
 import os
+import pathlib
 import re
 import secrets
 import shutil
@@ -25,9 +27,12 @@ import tempfile
 import threading
 from typing import Any, Mapping
 
+from sao_jax import sandbox
 from sao_jax.graders import base, code_child, extract
 
 MAX_CODE = 100_000  # Characters.
+ISOLATIONS = ('auto', 'sandbox', 'process')
+_CHILD = pathlib.Path(code_child.__file__).read_text()
 _BLOCK = re.compile(r'^[ \t]*```[ \t]*([A-Za-z0-9_+-]*)[^\n]*\n', re.MULTILINE)
 _FENCE = re.compile(r'^[ \t]*```', re.MULTILINE)
 _LANGUAGES = ('', 'python', 'py', 'python3')
@@ -44,19 +49,25 @@ class CodeTests(base.Grader):
     time_limit_s: of program and tests, wall and CPU.
     memory_mb: address space.
     workers: programs that run at once; 0 for one per CPU.
+    isolation: 'sandbox' (each program in a box of its own, see docs/sandbox.md), 'process' (as this user, with all it can do), or
+      'auto': the sandbox where there is one, else processes, which the log then says.
   """
 
   name = 'code'
   needs_answer = False
 
-  def __init__(self, *, time_limit_s: float = 10.0, memory_mb: int = 1024, workers: int = 0):
+  def __init__(self, *, time_limit_s: float = 10.0, memory_mb: int = 1024, workers: int = 0, isolation: str = 'auto'):
+    if isolation not in ISOLATIONS:
+      raise ValueError(f'isolation must be one of {", ".join(ISOLATIONS)}, got {isolation!r}.')
     for name, value, low, high in (('time_limit_s', time_limit_s, 0.1, 3600.0), ('memory_mb', memory_mb, 64, 1 << 20),
                                    ('workers', workers, 0, 1024)):
       if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise ValueError(f'{name} must be a number in [{low}, {high}], got {value!r}.')
     self._time_limit_s, self._memory_mb = time_limit_s, int(memory_mb)
-    self._free = threading.Semaphore(int(workers) or len(os.sched_getaffinity(0)))
-    self._lock = threading.Lock()
+    count = int(workers) or len(os.sched_getaffinity(0))
+    self._free = threading.Semaphore(count)
+    self._isolation, self._pool, self._pool_size = isolation, None, min(count, 4)
+    self._lock, self._starting = threading.Lock(), threading.Lock()
     self._lifelines: set[int] = set()
     self._closed = False
 
@@ -76,7 +87,9 @@ class CodeTests(base.Grader):
   def _judge(self, program: str, tests: str) -> tuple[str, str]:
     nonce = secrets.token_hex(16)
     with self._free:
-      outcome = self._run({
+      pool = self._boxes()
+      run = self._run if pool is None else functools.partial(self._run_in_box, pool)
+      outcome = run({
           'program': program, 'tests': tests, 'nonce': nonce, 'time_limit_s': self._time_limit_s, 'memory_mb': self._memory_mb})
     if outcome is None or outcome['outcome'] == 'closed':
       return 'grader_error', 'the grader was closed' if self._closed else 'the supervisor ended without a result'
@@ -90,6 +103,41 @@ class CodeTests(base.Grader):
     if outcome['outcome'] in ('time', f'signal {int(code_child.signal.SIGXCPU)}'):
       return 'wrong', f'took more than {self._time_limit_s:g} s'
     return 'wrong', f'ended without passing the tests ({outcome["outcome"]})'
+
+  def _boxes(self) -> sandbox.Pool | None:
+    """The pool of boxes, made at the first program; None for processes. Raises Unavailable where the sandbox was asked for."""
+    with self._starting:
+      if self._pool is None and self._isolation != 'process' and not self._closed:
+        try:
+          _make_box(self._time_limit_s, self._memory_mb).close()
+        except sandbox.Unavailable as error:
+          if self._isolation == 'sandbox':
+            raise
+          logging.getLogger(__name__).warning('Code is graded in plain processes, which are not isolated: %s', error)
+          self._isolation = 'process'
+        else:
+          self._pool = sandbox.Pool(functools.partial(_make_box, self._time_limit_s, self._memory_mb), self._pool_size)
+      return self._pool
+
+  def _run_in_box(self, pool: sandbox.Pool, request: dict[str, Any]) -> dict[str, Any] | None:
+    """As `_run`, in a box that is this program's alone. A supervisor that says nothing was ended by the program."""
+    environment = {'PATH': os.defpath, 'HOME': '/work', 'TMPDIR': '/tmp', 'LANG': 'C.UTF-8'}
+    request |= {'environment': sorted(environment), 'packages': [sandbox.PACKAGES]}
+    try:
+      box = pool.take()
+    except sandbox.SandboxError:
+      return None
+    try:
+      result = box.run(['python3', '-I', '-B', '-c', _CHILD, '-1'], stdin=json.dumps(request).encode(), env=environment)
+    except sandbox.SandboxError:
+      return None
+    finally:
+      pool.give_back(box)
+    with contextlib.suppress(ValueError):
+      found = json.loads(result.stdout)
+      if isinstance(found, dict) and isinstance(found.get('result'), dict) and isinstance(found.get('outcome'), str):
+        return found
+    return {'outcome': result.ending, 'result': {}}
 
   def _run(self, request: dict[str, Any]) -> dict[str, Any] | None:
     """What the supervisor says, None if it says nothing."""
@@ -126,9 +174,18 @@ class CodeTests(base.Grader):
       self._closed = True
       lifelines = list(self._lifelines)
       self._lifelines.clear()
+      pool = self._pool
+    if pool is not None:
+      pool.close()
     for descriptor in lifelines:
       with contextlib.suppress(OSError):
         os.close(descriptor)
+
+
+def _make_box(time_limit_s: float, memory_mb: int) -> sandbox.Box:
+  """A box for one program: the supervisor in it keeps the limits of the program, those of the box are a little wider."""
+  limits = sandbox.Limits(time_s=time_limit_s + 10.0, memory_mb=memory_mb + 64, file_mb=16, disk_mb=64, open_files=128)
+  return sandbox.open(limits=limits, packages=True)
 
 
 def extract_code(response: str, entry_point: str = '', *, completes: bool = False) -> str | None:
