@@ -2,11 +2,11 @@
 
 A warm start on sentences of four styles and of none gives a policy that writes in each of them now and then; SAO then has to follow the
 style that is rewarded: academic, cute, chuunibyou, classical, and academic once more, 12 policy steps each, told by nothing but rewards.
-The steps are small: a policy that has come to write in one style alone finds no other one again.
+A policy that has come to write in one style alone finds no other one again, so steps are small and batches large.
 
 Command: python launch/train.py --config=configs/style_shift_tiny.py --workdir=runs/style_shift_tiny
 Hardware: 2 CPU cores.
-Expected: see docs/results.md; `metrics.jsonl` holds the share of every style at every step ('environment/cute', ...).
+Expected: not measured yet with these settings; docs/results.md has a run with larger steps, which failed. `metrics.jsonl` holds the share of every style at every step ('environment/cute', ...).
 """
 
 from ml_collections import ConfigDict
