@@ -6,7 +6,8 @@ A policy that has come to write in one style alone finds no other one again, so 
 
 Command: python launch/train.py --config=configs/style_shift_tiny.py --workdir=runs/style_shift_tiny
 Hardware: 2 CPU cores.
-Expected: not measured yet with these settings; docs/results.md has a run with larger steps, which failed. `metrics.jsonl` holds the share of every style at every step ('environment/cute', ...).
+Expected: not measured yet with these settings; docs/results.md has a run with larger steps, which failed.
+`metrics.jsonl` holds the share of every style at every step ('environment/cute', ...).
 """
 
 from ml_collections import ConfigDict
