@@ -238,5 +238,5 @@ def test_the_learner_trains_all_segments_in_one_step():
   assert results[0][1] == results[1][1] != 0
   for path, value in results[0][0].items():
     np.testing.assert_array_equal(value, results[1][0][path])
-  with pytest.raises(ValueError, match='takes 8 rows of length'):
+  with pytest.raises(ValueError, match='takes 8 or 16 rows of length'):
     learner.update(state, batching.make_batch(rollouts[2:3], batch_size=4, **make), version=0, train_policy=True)
