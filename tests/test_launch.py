@@ -343,6 +343,14 @@ def test_settings_bind_once_something_was_trained(tmp_path):
   with pytest.raises(settings.Refused, match='seed: 1 -> 2'):
     train.compare_settings(tiny_config(seed=2), tmp_path)
   train.compare_settings(tiny_config(seed=1), tmp_path)
+  older = settings.to_dict(tiny_config(seed=1))
+  del older['seed'], older['algorithm']['gamma'], older['learner']['balance_coefficient']
+  report.write_json(tmp_path / 'config.json', older)
+  train.compare_settings(tiny_config(), tmp_path)  # What it lacks came later, and has its default.
+  train.write_settings(tiny_config(), tmp_path)
+  assert 'seed' not in report.read_settings(tmp_path / 'config.json')
+  with pytest.raises(settings.Refused, match='seed: 0 -> 2'):
+    train.compare_settings(tiny_config(seed=2), tmp_path)
   report.write_json(tmp_path / 'config.json', [])
   with pytest.raises(ValueError, match='it holds a list, not settings'):
     train.compare_settings(tiny_config(seed=1), tmp_path)
