@@ -92,6 +92,7 @@ def test_the_size_of_a_block_in_both_spellings(quantization, size, key):
     ({'quant_method': 'fp8', 'weight_block_size': 128}, 'two positive numbers'),
     ({'quant_method': 'fp8', 'weight_block_size': [128]}, 'two positive numbers'),
     ({**compressed('block', block=[64, 32]), 'weight_block_size': [128, 128]}, 'blocks of several sizes'),
+    ({'config_groups': 3}, 'config_groups of quantization_config must map'), ({'config_groups': {'a': {'weights': 3}}}, 'must map names'),
     ('fp8', "must be an object, got 'fp8'")])
 def test_quantizations_that_cannot_be_read(quantization, words):
   with pytest.raises(ValueError, match=f'folder: .*{words}'):

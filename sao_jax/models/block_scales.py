@@ -49,8 +49,10 @@ def block_size(settings: Mapping[str, Any], label: str) -> tuple[int, int]:
     raise ValueError(f'{label}: weights quantized by {method!r} cannot be read, only by {", ".join(METHODS)}; use the original checkpoint.')
   sizes = [found['weight_block_size']] if found.get('weight_block_size') is not None else []
   groups = found.get('config_groups') or {}
-  for name, group in groups.items() if isinstance(groups, Mapping) else ():
-    weights = (group.get('weights') if isinstance(group, Mapping) else None) or {}
+  if not isinstance(groups, Mapping) or not all(isinstance(g, Mapping) and isinstance(g.get('weights') or {}, Mapping) for g in groups.values()):
+    raise ValueError(f'{label}: config_groups of quantization_config must map names to objects with weights, got {groups!r:.80}.')
+  for name, group in groups.items():
+    weights = group.get('weights') or {}
     kind = (weights.get('type', 'float'), weights.get('num_bits', 8), weights.get('strategy', 'channel'))
     if kind[:2] != ('float', 8) or kind[2] not in STRATEGIES:
       raise ValueError(
