@@ -306,8 +306,9 @@ def test_a_setting_newer_than_a_run_is_a_difference_only_without_its_default():
   assert settings.differences_from_stored(stored, now) == []
   assert settings.differences(stored, now) != []
   default = settings.default_dict()
-  later = changed({'learner.policy.learning_rate': 0.5, 'task.settings': {'operations': 2}, 'model.rope.factor': 4.0, 'clock.kind': 'virtual',
-                   'algorithm.gamma': 0.5})
+  later = changed({
+      'learner.policy.learning_rate': 0.5, 'task.settings': {'operations': 2}, 'model.rope.factor': 4.0, 'clock.kind': 'virtual',
+      'algorithm.gamma': 0.5})
   assert settings.differences_from_stored(stored, later) == [
       f'model.rope.factor: {default["model"]["rope"]["factor"]} -> 4.0', f'algorithm.gamma: {default["algorithm"]["gamma"]} -> 0.5',
       "clock.kind: 'wall' -> 'virtual'"]

@@ -347,7 +347,7 @@ def test_settings_that_are_not_computed_here(settings, words, tmp_path):
     ('family_glm4_moe', {'first_k_dense_replace': 'x'}, "'first_k_dense_replace' must be an integer"),
     ('family_glm4_moe', {'num_nextn_predict_layers': -1}, "'num_nextn_predict_layers' must be an integer from 0"),
     ('family_glm4_moe', {'mlp_layer_types': ['dense', 'x', 'y']}, "must name each layer 'dense' or 'sparse'"),
-    ('family_glm4_moe', {'partial_rotary_factor': 2}, 'model.rope.fraction must be'),
+    ('family_glm4_moe', {'rope_parameters': {'rope_theta': 1e6, 'partial_rotary_factor': 2}}, 'model.rope.fraction must be'),
     ('family_glm_moe_dsa', {'kv_lora_rank': 0}, "'kv_lora_rank' must be an integer from 1"),
     ('family_glm_moe_dsa', {'index_head_dim': 4}, 'index_dim of at least rotary_dim'),
     ('family_glm_moe_dsa', {'indexer_types': 3}, "must be 'full' or 'shared'"),
@@ -396,7 +396,8 @@ NORM = 'model.norm.weight'
 @pytest.mark.parametrize('entry, words', [
     ({'shape': [-32]}, r'has the shape \[-32\]'), ({'shape': 'x'}, "has the shape 'x'"), ({'shape': [32.5]}, 'has the shape'),
     ({'data_offsets': ['a', 'b']}, 'lies at'), ({'data_offsets': [-128, 0]}, 'lies at'), ({'data_offsets': [128, 0]}, 'lies at'),
-    ({'data_offsets': [0]}, 'lies at'), ({'dtype': None}, 'has no type'), ({'dtype': []}, 'has no type'), ({'dtype': 'I64'}, 'has type I64'),
+    ({'data_offsets': [0]}, 'lies at'), ({'dtype': None}, 'has no type'), ({'dtype': []}, 'has no type'),
+    ({'dtype': 'I64'}, 'has type I64'),
     ({'dtype': 'BF16'}, r"of shape \(32,\) and type BF16 cannot take 128 bytes"), ({'data_offsets': [10**12, 10**12 + 128]}, 'cut short')])
 def test_headers_that_contradict_themselves(entry, words, tmp_path):
   folder = copied('tiny_llama', tmp_path)
@@ -413,7 +414,8 @@ def test_headers_that_contradict_themselves(entry, words, tmp_path):
 
 @pytest.mark.parametrize('index, words', [
     ({}, 'must have a "weight_map"'), ({'weight_map': [1]}, 'must have a "weight_map"'), ({'weight_map': {}}, 'must have a "weight_map"'),
-    ({'weight_map': {NORM: 3}}, 'must be in its own folder, got 3'), ({'weight_map': {NORM: '../a.safetensors'}}, 'must be in its own folder'),
+    ({'weight_map': {NORM: 3}}, 'must be in its own folder, got 3'),
+    ({'weight_map': {NORM: '../a.safetensors'}}, 'must be in its own folder'),
     ({'weight_map': {NORM: '/etc/passwd'}}, 'must be in its own folder'), ({'weight_map': {NORM: '..'}}, 'is missing|own folder'),
     ({'weight_map': {NORM: 'model-00001-of-00002.safetensors'}}, 'model-00001-of-00002.safetensors is missing'),
     ({'weight_map': {NORM: 'model.safetensors', 'x': 'model.safetensors'}}, "says that tensor 'x' is in model.safetensors, but it is not"),

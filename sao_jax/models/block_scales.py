@@ -49,15 +49,16 @@ def block_size(settings: Mapping[str, Any], label: str) -> tuple[int, int]:
     raise ValueError(f'{label}: weights quantized by {method!r} cannot be read, only by {", ".join(METHODS)}; use the original checkpoint.')
   sizes = [found['weight_block_size']] if found.get('weight_block_size') is not None else []
   groups = found.get('config_groups') or {}
-  if not isinstance(groups, Mapping) or not all(isinstance(g, Mapping) and isinstance(g.get('weights') or {}, Mapping) for g in groups.values()):
+  whole = lambda group: isinstance(group, Mapping) and isinstance(group.get('weights') or {}, Mapping)
+  if not isinstance(groups, Mapping) or not all(map(whole, groups.values())):
     raise ValueError(f'{label}: config_groups of quantization_config must map names to objects with weights, got {groups!r:.80}.')
   for name, group in groups.items():
     weights = group.get('weights') or {}
     kind = (weights.get('type', 'float'), weights.get('num_bits', 8), weights.get('strategy', 'channel'))
     if kind[:2] != ('float', 8) or kind[2] not in STRATEGIES:
       raise ValueError(
-          f'{label}: {name} of quantization_config has weights of {kind[1]} bits, type {kind[0]!r}, scales by {kind[2]!r}; what can be read '
-          f'is 8-bit floats with scales by {", ".join(STRATEGIES)}. Use the original checkpoint.')
+          f'{label}: {name} of quantization_config has weights of {kind[1]} bits, type {kind[0]!r}, scales by {kind[2]!r}; what can be '
+          f'read is 8-bit floats with scales by {", ".join(STRATEGIES)}. Use the original checkpoint.')
     sizes += [weights['block_structure']] if weights.get('block_structure') is not None else []
   sizes = sorted({_size(value, label) for value in sizes})
   if len(sizes) > 1:
@@ -104,8 +105,8 @@ def split(dtypes: Mapping[str, np.dtype], label: str) -> tuple[list[str], dict[s
   whole = [name for name in scales if dtypes[name] not in FLOAT8]
   if whole:
     raise ValueError(
-        f'{label}: tensor {whole[0]!r} is of type {dtypes[whole[0]].name}, not of 8-bit floats, but has a scale, {scales[whole[0]]}: whether it '
-        'is to be multiplied cannot be known. Store it as 8-bit floats, or without the scale.')
+        f'{label}: tensor {whole[0]!r} is of type {dtypes[whole[0]].name}, not of 8-bit floats, but has a scale, {scales[whole[0]]}: '
+        'whether it is to be multiplied cannot be known. Store it as 8-bit floats, or without the scale.')
   left_out = {*scales.values(), *unneeded}
   return [name for name in dtypes if name not in left_out], scales
 

@@ -206,9 +206,9 @@ def _glm_experts(v: _Values) -> ExpertsConfig:
   if len(kinds) != layers or len(dense) == layers:
     raise ValueError(f'{label}: {len(dense)} of {len(kinds)} layers are without experts, of num_hidden_layers={layers}; needed: some with.')
   return ExpertsConfig(
-      count=v.count('n_routed_experts', values.get('num_local_experts', values.get('num_experts'))), top_k=v.count('num_experts_per_tok', 8),
-      mlp_dim=v.count('moe_intermediate_size'), shared=v.count('n_shared_experts', 1, least=0), router='sigmoid',
-      normalise=v.flag('norm_topk_prob', True), scale=v.number('routed_scaling_factor', 2.5 if dsa else 1.0),
+      count=v.count('n_routed_experts', values.get('num_local_experts', values.get('num_experts'))),
+      top_k=v.count('num_experts_per_tok', 8), mlp_dim=v.count('moe_intermediate_size'), shared=v.count('n_shared_experts', 1, least=0),
+      router='sigmoid', normalise=v.flag('norm_topk_prob', True), scale=v.number('routed_scaling_factor', 2.5 if dsa else 1.0),
       groups=v.count('n_group', 1), top_groups=v.count('topk_group', 1), dense_layers=dense)
 
 
