@@ -244,7 +244,7 @@ def keep_previous(workdir: pathlib.Path, settings: Mapping[str, Any]) -> None:
 
   Raises ValueError while another process is running in the workdir, or where it is the folder that this process stands in.
   """
-  from sao_jax.config import Refused, differences
+  from sao_jax.config import Refused, differences_from_stored
   from sao_jax.report import read_settings
 
   if not (workdir / 'config.json').is_file():
@@ -254,7 +254,7 @@ def keep_previous(workdir: pathlib.Path, settings: Mapping[str, Any]) -> None:
         f'--keep_previous cannot move {workdir.resolve()}, the current folder; run from another folder, or name another --workdir.')
   earlier = read_settings(workdir / 'config.json')
   finished = (workdir / 'summary.json').exists()
-  if not finished and not differences(earlier, settings):
+  if not finished and not differences_from_stored(earlier, settings):
     return
   with open(workdir / 'lock', 'a') as lock:
     try:

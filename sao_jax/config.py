@@ -389,6 +389,26 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any], path: str =
   return found
 
 
+def differences_from_stored(stored: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+  """`differences` between what a run wrote and the settings `after` of one that would go on with it.
+
+  A setting that is not in `stored` came to be in a later version. Its default value computes what that run computed, so where it has its
+  default now, nothing differs. One that is only in `stored` is a difference: what it did is not done any more.
+  """
+  return differences(_filled(stored, default_dict()), after)
+
+
+def _filled(stored: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+  """`stored` with the settings that it lacks, section by section."""
+  found = dict(stored)
+  for name, default in defaults.items():
+    if name not in found:
+      found[name] = default
+    elif isinstance(default, Mapping) and isinstance(found[name], Mapping):
+      found[name] = _filled(found[name], default)
+  return found
+
+
 def _plain(value: Any) -> Any:
   """`value` with tuples as lists, which is how JSON gives them back."""
   if isinstance(value, Mapping):

@@ -167,19 +167,23 @@ def lookup(config: Any, path: str) -> Any:
 
 def check_ranges(config: Config) -> None:
   """Single numbers: finite and in their interval."""
-  for path, value in _numbers(config, ''):
-    if isinstance(value, float) and not math.isfinite(value):
-      raise ValueError(f'{path} must be a finite number, got {value}.')
-  for path, interval in RANGES.items():
-    value = lookup(config, path)
-    if value not in interval:
-      raise ValueError(f'{path} must be {interval}, got {value}.')
-  for path, limit in LIMITS.items():
-    if lookup(config, path) > limit:
-      raise ValueError(f'{path} must be at most {limit:,}, more than any machine can use: got {lookup(config, path):,}; lower it.')
+  _check_numbers(config, '')
   gae_lambda = config.algorithm.gae_lambda
   if gae_lambda != -1.0 and gae_lambda not in SHARE:
     raise ValueError(f'algorithm.gae_lambda must be {SHARE}, or -1 for the length-adaptive lambda, got {gae_lambda}.')
+
+
+def _check_numbers(section: Any, prefix: str) -> None:
+  """The numbers of a section of settings, whose path is `prefix`."""
+  for path, value in _numbers(section, prefix):
+    if isinstance(value, float) and not math.isfinite(value):
+      raise ValueError(f'{path} must be a finite number, got {value}.')
+  for path, interval in RANGES.items():
+    if path.startswith(prefix) and (value := lookup(section, path.removeprefix(prefix))) not in interval:
+      raise ValueError(f'{path} must be {interval}, got {value}.')
+  for path, limit in LIMITS.items():
+    if path.startswith(prefix) and (value := lookup(section, path.removeprefix(prefix))) > limit:
+      raise ValueError(f'{path} must be at most {limit:,}, more than any machine can use: got {value:,}; lower it.')
 
 
 def _numbers(section: Any, prefix: str):
@@ -192,22 +196,28 @@ def _numbers(section: Any, prefix: str):
 
 
 def check_model(config: Config) -> None:
-  """Shape of the transformer. With `model.pretrained` the file's own shape replaces these numbers and is not judged here."""
+  """Shape of the transformer. With `model.pretrained` the file's own shape replaces these numbers, and is judged when it is read."""
   model = config.model
   if model.pretrained:
     return
   if model.tokenizer == 'pretrained':
     raise ValueError(
         "model.tokenizer='pretrained' takes the tokenizer of the file that model.pretrained names, which is empty; use 'byte'.")
-  if model.num_heads % model.num_kv_heads:
-    raise ValueError(
-        f'model.num_heads must be a multiple of model.num_kv_heads: got {model.num_heads} and {model.num_kv_heads}; '
-        f'use one of {_divisors(model.num_heads)} key/value heads.')
   if model.head_dim % 2:
     raise ValueError(f'model.head_dim must be even, since rotary embeddings turn pairs: got {model.head_dim}; use {model.head_dim + 1}.')
   if model.tokenizer == 'byte' and model.vocab_size < BYTE_VOCABULARY:
     raise ValueError(
         f"model.vocab_size must be at least {BYTE_VOCABULARY} for model.tokenizer='byte': got {model.vocab_size}; use {BYTE_VOCABULARY}.")
+  check_shape(model)
+
+
+def check_shape(model: ModelConfig) -> None:
+  """What the numbers of a model must be, wherever they come from."""
+  _check_numbers(model, 'model.')
+  if model.num_heads % model.num_kv_heads:
+    raise ValueError(
+        f'model.num_heads must be a multiple of model.num_kv_heads: got {model.num_heads} and {model.num_kv_heads}; '
+        f'use one of {_divisors(model.num_heads)} key/value heads.')
   check_experts(model)
   check_latent(model)
   check_rope(model)

@@ -1,12 +1,14 @@
 """What a run will hold in memory, summed from shapes alone, and compared with what there is before anything is allocated.
 
 Counted is only what is certainly there at the same time, so a run that is refused cannot work; one that is not refused may still be too
-large, since compiled programs need room of their own.
+large, since compiled programs need room of their own. A host is judged by all of its memory: what others hold at the start may be free a
+moment later, so that is worth a warning and no refusal.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 import pathlib
@@ -22,6 +24,7 @@ from sao_jax.learner import Learner
 from sao_jax.models import kv_cache, transformer
 
 MODEL = 'model.vocab_size, model.embed_dim, model.num_layers, model.mlp_dim'
+CONTROL_GROUP = pathlib.Path('/sys/fs/cgroup')
 BATCH_BYTES = 22  # Of one position of a batch: ids, masks, log-probabilities, rewards, versions, turns.
 
 
@@ -93,46 +96,59 @@ def _sampler_items(config: Config, mesh: Mesh, max_length: int) -> list[Item]:
       Item("the sampler's logits", 4.0 * shapes.slots * model.vocab_size / devices, 'sampler.slots, model.vocab_size', mesh)]
 
 
-def check(found: Sequence[Item], available: int | None = None) -> None:
+def check(found: Sequence[Item], total: int | None = None, free: int | None = None) -> None:
   """Raises ValueError where a device of this process, or for CPU devices the host, has less memory than the items take together.
+
+  A host whose memory is enough, but held by others for now, gets a warning.
 
   Args:
     found: from `items`.
-    available: bytes on each device (CPU: on the host); None to ask the machine, which may not know: then nothing is refused.
+    total: bytes on each device (CPU: on the host); None to ask the machine, which may not know: then nothing is refused.
+    free: those of a host that nobody holds; None to ask the machine.
   """
   devices = sorted({d for item in found for d in item.mesh.local_devices}, key=lambda d: d.id)
   on_host = bool(devices) and devices[0].platform == 'cpu'
   for group in [devices] if on_host else [[d] for d in devices]:
     sizes = [(item.device_bytes * len(set(group) & set(item.mesh.local_devices)), item) for item in found]
-    needed, room = sum(size for size, _ in sizes), available
+    needed, room = sum(size for size, _ in sizes), total
     if room is None:
       room = host_bytes() if on_host else _device_room(group[0])
+    needs = f'This run needs at least {_readable(needed)} of memory {"on this host" if on_host else f"on {group[0]}"}, and '
     if room is not None and needed > room:
       largest = sorted(sizes, key=lambda pair: -pair[0])[:3]
       raise ValueError(
-          f'This run needs at least {_readable(needed)} of memory {"on this host" if on_host else f"on {group[0]}"}, and '
-          f'{_readable(room)} {"is" if on_host else "are"} available. The largest parts: '
+          f'{needs}{"it has" if on_host else "there are"} {_readable(room)}. The largest parts: '
           + '; '.join(f'{item.name}, {_readable(size)} ({item.settings})' for size, item in largest)
           + '. Lower these settings' + ('.' if on_host else ', or use more devices.'))
+    unused = (free_host_bytes() if free is None else free) if on_host else None
+    if unused is not None and needed > unused:
+      logging.warning(
+          '%s%s of its %s are free now: if other processes keep theirs, it will be ended for lack of memory.',
+          needs, _readable(unused), 'memory' if room is None else _readable(room))
 
 
 def host_bytes() -> int | None:
-  """Memory of this host that a process may still take, in bytes; at most the limit of its control group. None where unknown."""
+  """Memory of this host in bytes, whoever holds it; at most the limit of this process's control group. None where unknown."""
   try:
-    import psutil  # Comes with Orbax.
-
-    room = int(psutil.virtual_memory().available)
-  except ImportError:
-    try:
-      room = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-    except (ValueError, OSError):
-      return None
+    room = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+  except (ValueError, OSError):
+    return None
   for name in ('memory.max', 'memory/memory.limit_in_bytes'):  # Control groups, version 2 and 1.
     try:
-      room = min(room, int((pathlib.Path('/sys/fs/cgroup') / name).read_text()))
+      room = min(room, int((CONTROL_GROUP / name).read_text()))
     except (OSError, ValueError):  # None, or 'max'.
       continue
   return room
+
+
+def free_host_bytes() -> int | None:
+  """What a process may still take of `host_bytes` without another one giving way. None where unknown."""
+  try:
+    import psutil  # Comes with Orbax.
+  except ImportError:
+    return None
+  room, free = host_bytes(), int(psutil.virtual_memory().available)
+  return free if room is None else min(room, free)
 
 
 def _device_room(device: jax.Device) -> int | None:

@@ -17,7 +17,7 @@ from typing import Any, Iterator
 import jax
 
 from sao_jax import algorithms, environments, report, stages
-from sao_jax.config import Config, Refused, differences, to_dict
+from sao_jax.config import Config, Refused, differences_from_stored, to_dict
 from sao_jax.data import PromptStream
 from sao_jax.metrics import read_rows
 from sao_jax.parts import STAGES, Parts, Progress, build, initial_state, num_parameters
@@ -65,7 +65,7 @@ def write_settings(config: Config, workdir: pathlib.Path) -> None:
   """Writes `config.json`, unless it holds these settings already."""
   path = workdir / 'config.json'
   try:
-    same = path.exists() and not differences(report.read_settings(path), to_dict(config))
+    same = path.exists() and not differences_from_stored(report.read_settings(path), to_dict(config))
   except ValueError:  # Damaged, and of a start that trained nothing: `compare_settings` has judged it.
     same = False
   if not same:
@@ -210,11 +210,11 @@ def check_files(workdir: pathlib.Path) -> None:
 def compare_settings(config: Config, workdir: pathlib.Path) -> None:
   """Raises Refused where the workdir holds a run with other settings, listing them; ValueError where its `config.json` is damaged.
 
-  A start that ended before anything was trained binds nobody.
+  A start that ended before anything was trained binds nobody, and neither does a setting that is newer than the run and has its default.
   """
   path, metrics = workdir / 'config.json', workdir / 'metrics.jsonl'
   trained = any(p.name.isdecimal() for p in (workdir / 'checkpoints').glob('*')) or (metrics.exists() and metrics.stat().st_size)
   if path.exists() and trained:
-    different = differences(report.read_settings(path), to_dict(config))
+    different = differences_from_stored(report.read_settings(path), to_dict(config))
     if different:
       raise Refused(f'{workdir} holds a run with other settings: {"; ".join(different)}. Use the same settings or another --workdir.')

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import pathlib
 import shutil
 
@@ -56,48 +57,118 @@ def test_scales_of_another_shape_are_named(scale):
 def test_what_is_a_scale():
   names = {'a.weight': E4M3, 'a.weight_scale_inv': np.dtype('f4'), 'b.weight': E4M3, 'b.weight_scale': np.dtype('f4'),
            'b.input_scale': np.dtype('f4'), 'norm.weight': np.dtype('f4'), 'logit_scale': np.dtype('f4')}
-  weights, scales = block_scales.split(names, {}, 'folder')
+  weights, scales = block_scales.split(names, 'folder')
   assert weights == ['a.weight', 'b.weight', 'norm.weight', 'logit_scale']
   assert scales == {'a.weight': 'a.weight_scale_inv', 'b.weight': 'b.weight_scale'}
   with pytest.raises(ValueError, match="folder: tensor 'a.weight' holds 8-bit floats, but there is no a.weight_scale_inv"):
-    block_scales.split({'a.weight': E4M3}, {}, 'folder')
-  with pytest.raises(ValueError, match="quantized by 'gptq' cannot be read, only by fp8"):
-    block_scales.split({}, {'quantization_config': {'quant_method': 'gptq'}}, 'folder')
+    block_scales.split({'a.weight': E4M3}, 'folder')
+  with pytest.raises(ValueError, match="folder: tensor 'a.weight' is of type float32, not of 8-bit floats, but has a scale"):
+    block_scales.split({'a.weight': np.dtype('f4'), 'a.weight_scale': np.dtype('f4')}, 'folder')
+
+
+def compressed(strategy='channel', *, bits=8, kind='float', block=None, groups=1):
+  """`quantization_config` as compressed-tensors writes it."""
+  weights = {'num_bits': bits, 'type': kind, 'strategy': strategy, 'block_structure': block, 'symmetric': True, 'dynamic': False}
+  activations = {'num_bits': 8, 'type': 'float', 'strategy': 'token', 'dynamic': True}
+  return {
+      'quant_method': 'compressed-tensors', 'format': 'float-quantized', 'quantization_status': 'compressed', 'kv_cache_scheme': None,
+      'ignore': ['lm_head', 're:.*mlp.gate$'],
+      'config_groups': {f'group_{i}': {'targets': ['Linear'], 'weights': weights, 'input_activations': activations} for i in range(groups)}}
+
+
+@pytest.mark.parametrize('quantization, size', [
+    (None, (128, 128)), ({'quant_method': 'fp8'}, (128, 128)), ({'quant_method': 'fp8', 'weight_block_size': [64, 32]}, (64, 32)),
+    (compressed(), (128, 128)), (compressed('block', block=[64, 32], groups=2), (64, 32)), (compressed('block', block='64x32'), (64, 32))])
+@pytest.mark.parametrize('key', ['quantization_config', 'compression_config'])
+def test_the_size_of_a_block_in_both_spellings(quantization, size, key):
+  assert block_scales.block_size({key: quantization}, 'folder') == size
+
+
+@pytest.mark.parametrize('quantization, words', [
+    ({'quant_method': 'gptq'}, "quantized by 'gptq' cannot be read, only by fp8, compressed-tensors"),
+    (compressed(bits=4), "group_0 of quantization_config has weights of 4 bits, type 'float', scales by 'channel'"),
+    (compressed(kind='int'), "weights of 8 bits, type 'int'"), (compressed('group'), "scales by 'group'.*by channel, tensor, block"),
+    ({'quant_method': 'fp8', 'weight_block_size': [0, 128]}, r"two positive numbers like \[128, 128\], got \[0, 128\]"),
+    ({'quant_method': 'fp8', 'weight_block_size': 128}, 'two positive numbers'),
+    ({'quant_method': 'fp8', 'weight_block_size': [128]}, 'two positive numbers'),
+    ({**compressed('block', block=[64, 32]), 'weight_block_size': [128, 128]}, 'blocks of several sizes'),
+    ({'config_groups': 3}, 'config_groups of quantization_config must map'), ({'config_groups': {'a': {'weights': 3}}}, 'must map names'),
+    ('fp8', "must be an object, got 'fp8'")])
+def test_quantizations_that_cannot_be_read(quantization, words):
+  with pytest.raises(ValueError, match=f'folder: .*{words}'):
+    block_scales.block_size({'quantization_config': quantization}, 'folder')
 
 
 # --- Whole folders -------------------------------------------------------------------------------------------------------------
 
 
-def quantized(folder, block):
-  """Replaces the projections of a folder by 8-bit floats with block scales; returns what they stand for."""
+def quantized(folder, settings, suffix, scale_of, kept=(), extra=()):
+  """Replaces the projections of a folder, but those in `kept`, by 8-bit floats with scales.
+
+  Args:
+    folder: changed in place.
+    settings: `quantization_config`, for its config.json.
+    suffix: of the scales' names.
+    scale_of: what (rows, columns) of a weight -> scales, and how they read in a float64 loop: block of (rows, columns).
+    kept: parts of names that stay as they are.
+    extra: names of further tensors, of one number.
+
+  Returns: name -> what each weight stands for.
+  """
   path = folder / 'model.safetensors'
-  tensors, meaning = safetensors.numpy.load_file(path), {}
+  tensors, meaning, count = safetensors.numpy.load_file(path), {}, 0
   for name, x in list(tensors.items()):
     meaning[name] = x
-    if x.ndim == 2 and '_proj' in name:
-      down, across = -(-x.shape[0] // block[0]), -(-x.shape[1] // block[1])
-      s = np.random.default_rng(len(name)).uniform(0.5, 2, (down, across)).astype(np.float32)
-      q = x.astype(E4M3)
-      tensors[name], tensors[name + '_scale_inv'] = q, s
-      meaning[name] = oracle(q, s, block).astype(np.float32)
-  safetensors.numpy.save_file(tensors, path)
-  settings = json.loads((folder / 'config.json').read_text())
-  settings['quantization_config'] = {'quant_method': 'fp8', 'weight_block_size': list(block), 'fmt': 'e4m3', 'activation_scheme': 'dynamic'}
-  (folder / 'config.json').write_text(json.dumps(settings))
+    if x.ndim == 2 and '_proj' in name and not any(part in name for part in kept):
+      s, block = scale_of(np.random.default_rng(len(name)), *x.shape)
+      tensors[name], tensors[name + suffix] = x.astype(E4M3), s
+      meaning[name] = oracle(x.astype(E4M3), s.astype(np.float64).reshape(-(-x.shape[0] // block[0]), -1), block).astype(np.float32)
+      count += 1
+  safetensors.numpy.save_file({**tensors, **{name: np.ones(1, np.float32) for name in extra}}, path)
+  values = json.loads((folder / 'config.json').read_text())
+  (folder / 'config.json').write_text(json.dumps({**values, 'quantization_config': settings}))
+  assert count >= 14
   return meaning
 
 
-def test_a_folder_of_8_bit_floats_loads_as_what_it_stands_for(tmp_path):
+def by_block(rng, rows, columns, block=(8, 16)):
+  return rng.uniform(0.5, 2, (-(-rows // block[0]), -(-columns // block[1]))).astype(np.float32), block
+
+
+def by_row(rng, rows, columns):
+  return rng.uniform(0.5, 2, (rows, 1)).astype(ml_dtypes.bfloat16), (1, columns)
+
+
+def by_tensor(rng, rows, columns):
+  return rng.uniform(0.5, 2, (1,)).astype(np.float32), (rows, columns)
+
+
+DEEPSEEK = {'quant_method': 'fp8', 'fmt': 'e4m3', 'activation_scheme': 'dynamic', 'weight_block_size': [8, 16]}
+
+
+@pytest.mark.parametrize('name, settings, suffix, scale_of, kept', [
+    ('tiny_qwen3', DEEPSEEK, '_scale_inv', by_block, ()),
+    ('family_qwen3_moe', DEEPSEEK, '_scale_inv', by_block, ()),
+    ('family_glm_moe_dsa', {**DEEPSEEK, 'modules_to_not_convert': ['model.layers.0.self_attn.indexers_proj']}, '_scale_inv', by_block,
+     ('indexer.weights_proj',)),
+    ('family_glm4_moe', compressed(), '_scale', by_row, ()),
+    ('family_glm4_moe', compressed('tensor'), '_scale', by_tensor, ('layers.0.', 'shared_experts')),
+    ('family_glm4_moe', compressed('block', block=[8, 16]), '_scale', by_block, ()),
+])
+def test_a_folder_of_8_bit_floats_loads_as_what_it_stands_for(name, settings, suffix, scale_of, kept, tmp_path, caplog):
+  """Both spellings of GLM's folders: DeepSeek's blocks, as GLM-5-FP8 has them, and compressed-tensors, as GLM-4.5-FP8 has it."""
   folder, plain = tmp_path / 'fp8', tmp_path / 'plain'
   for target in (folder, plain):
-    shutil.copytree(GOLDENS / 'tiny_qwen3', target)
-  meaning = quantized(folder, (8, 16))
-  assert sum(x is not None and '_proj' in n for n, x in meaning.items()) >= 14
+    shutil.copytree(GOLDENS / name, target)
+  beside = ('q_proj.input_scale', 'k_scale', 'v_scale') if suffix == '_scale' else ()  # Of activations and of cached keys and values.
+  meaning = quantized(folder, settings, suffix, scale_of, kept, [f'model.layers.1.self_attn.{part}' for part in beside])
   safetensors.numpy.save_file(meaning, plain / 'model.safetensors')
-  got, want = (transformer.split(models.load_pretrained(f)[0])[1] for f in (folder, plain))
+  with caplog.at_level(logging.INFO):
+    got, want = (transformer.split(models.load_pretrained(f)[0])[1] for f in (folder, plain))
   assert got.keys() == want.keys()
   for path, x in got.items():
     np.testing.assert_array_equal(x, want[path], err_msg=path)
+  assert ('3 scales of activations' in caplog.text) == bool(beside)
 
 
 # --- A bucket ------------------------------------------------------------------------------------------------------------------

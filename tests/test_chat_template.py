@@ -33,6 +33,10 @@ def test_a_template_refuses_in_its_own_words():
     render('{% for m in')
   with pytest.raises(ValueError, match='fails on this conversation: TypeError'):
     render('{{ 1 + "a" }}')
+  with pytest.raises(ValueError, match='fails on this conversation: ZeroDivisionError'):
+    render('{{ 1 / 0 }}')
+  with pytest.raises(ValueError, match='fails on this conversation: OverflowError: Range too big'):
+    render('{% for i in range(10**9) %}x{% endfor %}')
   with pytest.raises(ValueError, match="'messages' is given by the conversation itself"):
     ChatTemplate('', names={}, settings={'messages': 2})
 

@@ -297,6 +297,32 @@ def test_differences_name_what_changed():
   assert settings.differences(before, json.loads(json.dumps(before))) == []
 
 
+def test_a_setting_newer_than_a_run_is_a_difference_only_without_its_default():
+  now = changed({'learner.policy.learning_rate': 0.5, 'task.settings': {'operations': 2}})
+  stored = json.loads(json.dumps(now))
+  for section, name in (('algorithm', 'gamma'), ('learner', 'micro_batches'), ('task', 'compact_room')):
+    stored[section].pop(name, None)  # As before these settings came to be.
+  del stored['model']['rope'], stored['clock']
+  assert settings.differences_from_stored(stored, now) == []
+  assert settings.differences(stored, now) != []
+  default = settings.default_dict()
+  later = changed({
+      'learner.policy.learning_rate': 0.5, 'task.settings': {'operations': 2}, 'model.rope.factor': 4.0, 'clock.kind': 'virtual',
+      'algorithm.gamma': 0.5})
+  assert settings.differences_from_stored(stored, later) == [
+      f'model.rope.factor: {default["model"]["rope"]["factor"]} -> 4.0', f'algorithm.gamma: {default["algorithm"]["gamma"]} -> 0.5',
+      "clock.kind: 'wall' -> 'virtual'"]
+  del stored['task']['settings']['operations']  # Defaults of an environment's own settings are not known here.
+  assert settings.differences_from_stored(stored, now) == ['task.settings.operations: None -> 2']
+
+
+@pytest.mark.parametrize('change, told', [
+    ({'older': 3}, 'older: 3 -> None'), ({'model': 3}, 'model: 3 -> {'), ({'seed': None}, 'seed: None -> 0')])
+def test_a_setting_that_is_gone_or_of_another_kind_is_a_difference(change, told):
+  found = settings.differences_from_stored({**changed({}), **change}, changed({}))
+  assert len(found) == 1 and found[0].startswith(told)
+
+
 # --- Every setting is read ---
 
 

@@ -4,14 +4,18 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 
+import numpy as np
 import pytest
+import safetensors.numpy
 from tiny_run import tiny_config
+import tokenizer_factory as factory
 
 from sao_jax import config as settings
 from sao_jax import evaluate_run, evaluation, report, train
@@ -135,6 +139,48 @@ def test_evaluate_tells_what_is_missing(tmp_path):
     (tmp_path / 'config.json').write_text(text)
     assert_told(launch('evaluate.py', f'--workdir={tmp_path}'), 'config.json is damaged', told, status=1)
   assert_told(launch('evaluate.py', TINY, '--num_prompts=0'), 'num_prompts', status=2)
+
+
+def break_weights(folder):
+  path = folder / 'model.safetensors'
+  path.write_bytes(path.read_bytes()[:-10])
+
+
+def break_shape(folder):
+  path = folder / 'config.json'
+  path.write_text(json.dumps({**json.loads(path.read_text()), 'intermediate_size': 40}))
+
+
+def break_template(folder):
+  path = folder / 'tokenizer_config.json'
+  path.write_text(json.dumps({**json.loads(path.read_text()), 'chat_template': '{% for m in'}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('script, spoil, text', [
+    ('train.py', break_weights, 'model.safetensors is cut short'),
+    ('train.py', break_shape, 'model.layers.0.mlp.gate_proj.weight (48, 32) instead of (40, 32)'),
+    ('evaluate.py', break_weights, 'model.safetensors is cut short'),
+    ('evaluate.py', break_template, 'The chat template cannot be rendered')])
+def test_a_broken_model_is_told_before_anything_is_compiled(script, spoil, text, tmp_path):
+  folder = tmp_path / 'model'
+  shutil.copytree(ROOT / 'tests' / 'goldens' / 'tiny_llama', folder)
+  factory.write_folder(
+      folder, factory.small_backend(('</s>',)), tokenizer_config={'eos_token': '</s>', 'chat_template': '{{ messages[0].content }}'})
+  tensors = safetensors.numpy.load_file(folder / 'model.safetensors')
+  for name in ('model.embed_tokens.weight', 'lm_head.weight'):
+    tensors[name] = np.zeros((500, 32), np.float32)
+  safetensors.numpy.save_file(tensors, folder / 'model.safetensors')
+  settings = json.loads((folder / 'config.json').read_text())
+  (folder / 'config.json').write_text(json.dumps({**settings, 'vocab_size': 500}))
+  spoil(folder)
+  (tmp_path / 'compiled').mkdir()
+  arguments = {
+      'train.py': [TINY, f'--workdir={tmp_path / "work"}', f'--config.model.pretrained={folder}', '--config.model.tokenizer=pretrained'],
+      'evaluate.py': [*BENCHMARK, f'--pretrained={folder}', f'--output={tmp_path / "out"}']}[script]
+  done = launch(script, *arguments, JAX_COMPILATION_CACHE_DIR=str(tmp_path / 'compiled'))
+  assert_told(done, text, status=1)
+  assert not list((tmp_path / 'compiled').iterdir())
 
 
 BENCHMARK = ('--benchmark=gsm8k', f'--benchmark_path={ROOT / "tests" / "data" / "gsm8k" / "test.jsonl"}')
@@ -343,6 +389,14 @@ def test_settings_bind_once_something_was_trained(tmp_path):
   with pytest.raises(settings.Refused, match='seed: 1 -> 2'):
     train.compare_settings(tiny_config(seed=2), tmp_path)
   train.compare_settings(tiny_config(seed=1), tmp_path)
+  older = settings.to_dict(tiny_config(seed=1))
+  del older['seed'], older['algorithm']['gamma'], older['learner']['balance_coefficient']
+  report.write_json(tmp_path / 'config.json', older)
+  train.compare_settings(tiny_config(), tmp_path)  # What it lacks came later, and has its default.
+  train.write_settings(tiny_config(), tmp_path)
+  assert 'seed' not in report.read_settings(tmp_path / 'config.json')
+  with pytest.raises(settings.Refused, match='seed: 0 -> 2'):
+    train.compare_settings(tiny_config(seed=2), tmp_path)
   report.write_json(tmp_path / 'config.json', [])
   with pytest.raises(ValueError, match='it holds a list, not settings'):
     train.compare_settings(tiny_config(seed=1), tmp_path)

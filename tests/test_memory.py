@@ -1,5 +1,8 @@
 """The estimate of memory: compared with what a run really allocates, and refusals that say what to lower."""
 
+import logging
+import re
+
 import jax
 import pytest
 from tiny_run import tiny_config
@@ -49,10 +52,27 @@ def test_the_bound_is_what_is_available(tmp_path, share, fits):
   found = list(items_of(made).values())
   needed = sum(item.device_bytes * item.mesh.devices.size for item in found)
   if fits:
-    memory.check(found, int(share * needed))
+    memory.check(found, int(share * needed), free=10**15)
   else:
-    with pytest.raises(ValueError, match='needs at least .* MB of memory on this host, and .* The largest parts: .*; .*; .* Lower these'):
-      memory.check(found, int(share * needed))
+    with pytest.raises(ValueError, match='needs at least .* MB of memory on this host, and it has .* The largest parts: .*; .*; .* Lower'):
+      memory.check(found, int(share * needed), free=10**15)
+  made.close()
+
+
+def test_a_busy_host_is_a_warning_and_no_refusal(tmp_path, monkeypatch, caplog):
+  """What others hold for now says nothing about whether the run fits."""
+  monkeypatch.setattr(memory, 'free_host_bytes', lambda: 1000)
+  with caplog.at_level(logging.WARNING):
+    made = built(tmp_path)
+  assert len(caplog.messages) == 1
+  assert re.search('needs at least .* MB of memory on this host, and 1 kB of its .* GB are free now', caplog.text)
+  caplog.clear()
+  found = list(items_of(made).values())
+  for free in (10**15, None):
+    monkeypatch.setattr(memory, 'free_host_bytes', lambda free=free: free)
+    memory.check(found)
+    memory.check(found, total=10**15)
+  assert not caplog.messages
   made.close()
 
 
@@ -67,10 +87,17 @@ def test_the_bound_is_what_is_available(tmp_path, share, fits):
      'learner.lengths')])
 def test_what_this_machine_cannot_hold_is_refused_before_anything_is_allocated(tmp_path, monkeypatch, overrides, culprit):
   monkeypatch.setattr(memory, 'host_bytes', lambda: 16 * 10**9)
-  with pytest.raises(ValueError, match=f'16.0 GB is available.*{culprit}.*Lower these settings'):
+  with pytest.raises(ValueError, match=f'it has 16.0 GB.*{culprit}.*Lower these settings'):
     built(tmp_path, **overrides)
   assert not list(tmp_path.iterdir())
 
 
-def test_the_host_says_how_much_it_has():
-  assert memory.host_bytes() > 10**8
+def test_the_host_says_how_much_it_has(tmp_path, monkeypatch):
+  monkeypatch.setattr(memory, 'CONTROL_GROUP', tmp_path)
+  whole = memory.host_bytes()
+  assert whole > 10**8
+  for name, content, expected in (
+      ('memory.max', 'max\n', whole), ('memory.max', '123456789\n', 123456789), ('memory/memory.limit_in_bytes', '123456788\n', 123456788)):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(content)
+    assert memory.host_bytes() == expected and memory.free_host_bytes() <= expected

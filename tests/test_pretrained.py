@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -317,6 +318,50 @@ def test_settings_that_are_not_computed_here(settings, words, tmp_path):
     models.load_pretrained(folder)
 
 
+@pytest.mark.parametrize('name, settings, words', [
+    *[('tiny_llama', {name: value}, f"config.json: '{name}' must be an integer from 1 to")
+      for name in ('vocab_size', 'hidden_size', 'num_hidden_layers', 'num_attention_heads', 'num_key_value_heads', 'head_dim',
+                   'intermediate_size', 'max_position_embeddings') for value in (-4, 0, '32', 2.5, True, [1], 10**12)],
+    ('tiny_llama', {'num_key_value_heads': 3}, 'describes a model that cannot be: model.num_heads must be a multiple'),
+    ('tiny_llama', {'hidden_size': 10**9}, 'describes a model that cannot be: model.embed_dim must be at most 262,144'),
+    ('tiny_llama', {'head_dim': 7}, 'an even number of rotated dimensions'),
+    ('tiny_llama', {'rms_norm_eps': '1e-5'}, "'rms_norm_eps' must be a number, got '1e-5'"),
+    ('tiny_llama', {'rms_norm_eps': float('nan')}, "'rms_norm_eps' must be a number, got nan"),
+    ('tiny_llama', {'rms_norm_eps': -1}, 'model.norm_eps must be above 0'),
+    ('tiny_llama', {'tie_word_embeddings': 'no'}, "'tie_word_embeddings' must be true or false, got 'no'"),
+    ('tiny_llama', {'layer_types': 3}, "'layer_types' must be a list of names"),
+    ('tiny_llama', {'model_type': ['llama']}, 'is not supported; known: llama'),
+    *[('tiny_llama', {'rope_parameters': value}, words) for value, words in [
+        (3, 'the rotary settings .* must be an object, got 3'), ({'rope_type': ['yarn']}, r"rope type \['yarn'\] is not supported"),
+        ({'rope_type': 'yarn', 'factor': 'x'}, "'factor' must be a number, got 'x'"),
+        ({'rope_type': 'linear', 'factor': 0}, 'model.rope.factor must be at least 1, got 0'),
+        ({'rope_type': 'yarn', 'original_max_position_embeddings': 0}, "'original_max_position_embeddings' must be at least 1"),
+        ({'rope_type': 'yarn', 'factor': 2.0, 'truncate': 'no'}, "'truncate' must be true or false"),
+        ({'rope_theta': True}, "'rope_theta' must be a number, got True"), ({'rope_theta': -1.0}, 'model.rope_theta must be above 0')]],
+    ('family_qwen3_moe', {'num_experts': -1}, "'num_experts' must be an integer from 0"),
+    ('family_qwen3_moe', {'num_experts_per_tok': 9}, 'model.experts.top_k must be at most'),
+    ('family_qwen3_moe', {'mlp_only_layers': 3}, "'mlp_only_layers' must be a list of integers"),
+    ('family_qwen3_moe', {'decoder_sparse_step': 0}, "'decoder_sparse_step' must be an integer from 1"),
+    ('family_glm4_moe', {'n_group': 3}, 'model.experts.groups must divide'),
+    ('family_glm4_moe', {'routed_scaling_factor': 'x'}, "'routed_scaling_factor' must be a number"),
+    ('family_glm4_moe', {'first_k_dense_replace': 'x'}, "'first_k_dense_replace' must be an integer"),
+    ('family_glm4_moe', {'num_nextn_predict_layers': -1}, "'num_nextn_predict_layers' must be an integer from 0"),
+    ('family_glm4_moe', {'mlp_layer_types': ['dense', 'x', 'y']}, "must name each layer 'dense' or 'sparse'"),
+    ('family_glm4_moe', {'rope_parameters': {'rope_theta': 1e6, 'partial_rotary_factor': 2}}, 'model.rope.fraction must be'),
+    ('family_glm_moe_dsa', {'kv_lora_rank': 0}, "'kv_lora_rank' must be an integer from 1"),
+    ('family_glm_moe_dsa', {'index_head_dim': 4}, 'index_dim of at least rotary_dim'),
+    ('family_glm_moe_dsa', {'indexer_types': 3}, "must be 'full' or 'shared'"),
+    ('family_glm_moe_dsa', {'indexer_types': None, 'index_topk_pattern': 3}, "must be 'full' or 'shared'"),
+])
+def test_numbers_that_no_model_has(name, settings, words, tmp_path):
+  """Told before a weight is read: the folder has none."""
+  values = json.loads((GOLDENS / name / 'config.json').read_text())
+  (tmp_path / 'config.json').write_text(json.dumps({**values, **settings}))
+  with pytest.raises(ValueError, match=words) as found:
+    pretrained.resolve_config(ModelConfig(pretrained=str(tmp_path)))
+  assert str(tmp_path) in str(found.value)
+
+
 def test_the_older_names_of_rope_settings(tmp_path):
   folder = copied('tiny_qwen2', tmp_path)
   values = json.loads((folder / 'config.json').read_text())
@@ -343,6 +388,64 @@ def test_broken_folders(tmp_path):
   (folder / 'config.json').unlink()
   with pytest.raises(ValueError, match='has no config.json'):
     models.load_pretrained(folder)
+
+
+NORM = 'model.norm.weight'
+
+
+@pytest.mark.parametrize('entry, words', [
+    ({'shape': [-32]}, r'has the shape \[-32\]'), ({'shape': 'x'}, "has the shape 'x'"), ({'shape': [32.5]}, 'has the shape'),
+    ({'data_offsets': ['a', 'b']}, 'lies at'), ({'data_offsets': [-128, 0]}, 'lies at'), ({'data_offsets': [128, 0]}, 'lies at'),
+    ({'data_offsets': [0]}, 'lies at'), ({'dtype': None}, 'has no type'), ({'dtype': []}, 'has no type'),
+    ({'dtype': 'I64'}, 'has type I64'),
+    ({'dtype': 'BF16'}, r"of shape \(32,\) and type BF16 cannot take 128 bytes"), ({'data_offsets': [10**12, 10**12 + 128]}, 'cut short')])
+def test_headers_that_contradict_themselves(entry, words, tmp_path):
+  folder = copied('tiny_llama', tmp_path)
+  path = folder / 'model.safetensors'
+  whole = path.read_bytes()
+  size = int.from_bytes(whole[:8], 'little')
+  header = json.loads(whole[8:8 + size])
+  header[NORM] |= entry
+  text = json.dumps(header).encode()
+  path.write_bytes(len(text).to_bytes(8, 'little') + text + whole[8 + size:])
+  with pytest.raises(ValueError, match=f'{re.escape(str(path))}.*{words}'):
+    models.load_pretrained(folder)
+
+
+@pytest.mark.parametrize('index, words', [
+    ({}, 'must have a "weight_map"'), ({'weight_map': [1]}, 'must have a "weight_map"'), ({'weight_map': {}}, 'must have a "weight_map"'),
+    ({'weight_map': {NORM: 3}}, 'must be in its own folder, got 3'),
+    ({'weight_map': {NORM: '../a.safetensors'}}, 'must be in its own folder'),
+    ({'weight_map': {NORM: '/etc/passwd'}}, 'must be in its own folder'), ({'weight_map': {NORM: '..'}}, 'is missing|own folder'),
+    ({'weight_map': {NORM: 'model-00001-of-00002.safetensors'}}, 'model-00001-of-00002.safetensors is missing'),
+    ({'weight_map': {NORM: 'model.safetensors', 'x': 'model.safetensors'}}, "says that tensor 'x' is in model.safetensors, but it is not"),
+    ({'weight_map': {'a': 'model.safetensors', 'b': 'copy.safetensors'}}, "is in copy.safetensors and in model.safetensors"),
+    ('text', 'must hold a JSON object')])
+def test_an_index_that_does_not_fit_its_folder(index, words, tmp_path):
+  folder = copied('tiny_llama', tmp_path)
+  shutil.copy(folder / 'model.safetensors', folder / 'copy.safetensors')
+  (folder / 'model.safetensors.index.json').write_text(json.dumps(index))
+  with pytest.raises(ValueError, match=words):
+    models.load_pretrained(folder)
+
+
+def test_what_stands_in_the_place_of_the_weights_is_told(tmp_path):
+  folder = copied('tiny_llama', tmp_path)
+  path = folder / 'model.safetensors'
+  path.rename(folder / 'model-00001-of-00002.safetensors')
+  with pytest.raises(ValueError, match='There is model-00001-of-00002.safetensors; of several files model.safetensors.index.json must say'):
+    models.load_pretrained(folder)
+  (folder / 'model-00001-of-00002.safetensors').rename(folder / 'pytorch_model.bin')
+  with pytest.raises(ValueError, match='There is pytorch_model.bin; only safetensors are read'):
+    models.load_pretrained(folder)
+  (folder / 'pytorch_model.bin').rename(folder / 'a.gguf')
+  with pytest.raises(ValueError, match='There is a.gguf; name that file itself'):
+    models.load_pretrained(folder)
+  pointer = 'version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n'
+  for name in ('model.safetensors', 'config.json'):
+    (folder / name).write_text(pointer)
+    with pytest.raises(ValueError, match=f'{name} is not .* It is a pointer of Git LFS'):
+      models.load_pretrained(folder)
 
 
 def test_names_and_wheels(monkeypatch, tmp_path):

@@ -223,10 +223,33 @@ def test_the_template_of_several_and_of_its_own_file(tmp_path):
     (dict(tokenizer_config={'eos_token': '</s>', 'chat_template': 3}), 'chat_template must be a text'),
     (dict(tokenizer_config={'eos_token': '</s>', 'chat_template': [{'name': 'rag', 'template': 'R'}]}), 'none is named default'),
     (dict(tokenizer_config=[1]), 'must hold a JSON object'),
+    (dict(tokenizer_config={'eos_token': '</s>', 'chat_template': ['R']}), 'chat templates .without names. none is named default'),
+    *[(dict(tokenizer_config={'eos_token': '</s>', 'added_tokens_decoder': found}), 'tokenizer_config.json: added_tokens_decoder must')
+      for found in ([1], {'a': {'content': 'x'}}, {'500': {}}, {'500': 'x'}, {'500': {'content': 3}}, {'-1': {'content': 'x'}})],
+    (dict(tokenizer_config={'eos_token': []}), 'names the eos_token .., which is not'),
+    (dict(config={'text_config': [1]}), 'no file names an eos token'),
 ])
 def test_wrong_folders(tmp_path, files_, message):
   with pytest.raises(ValueError, match=message.replace('|', r'\|')):
     small(tmp_path, **files_)
+
+
+@pytest.mark.parametrize('content, message', [
+    (b'', 'cannot be read as a tokenizer'), (b'{}', 'cannot be read as a tokenizer'), (b'[]', 'cannot be read as a tokenizer'),
+    (b'\xff\xfe', 'cannot be read as a tokenizer'), (b'{"version": "1.0", "model": 3}', 'cannot be read as a tokenizer'),
+    (b'version https://git-lfs.github.com/spec/v1', 'It is a pointer of Git LFS')])
+def test_files_that_are_no_tokenizer(tmp_path, content, message):
+  small(tmp_path, tokenizer_config={'eos_token': '</s>'})
+  (tmp_path / 'tokenizer.json').write_bytes(content)
+  with pytest.raises(ValueError, match=f'tokenizer.json.*{message}'):
+    tokenizers.from_folder(tmp_path)
+
+
+def test_a_template_that_is_no_text(tmp_path):
+  small(tmp_path, tokenizer_config={'eos_token': '</s>'})
+  (tmp_path / 'chat_template.jinja').write_bytes(b'\xff')
+  with pytest.raises(ValueError, match='chat_template.jinja is not UTF-8'):
+    tokenizers.from_folder(tmp_path)
 
 
 def test_a_tokenizer_larger_than_the_model(tmp_path):

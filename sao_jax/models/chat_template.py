@@ -143,7 +143,7 @@ class ChatTemplate:
           add_generation_prompt=generation)
     except self._jinja.TemplateError as error:
       raise ValueError(f'The chat template cannot be rendered: {error}') from error
-    except (TypeError, AttributeError, KeyError, ValueError, RecursionError) as error:  # What Python inside of a template raises.
+    except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:  # Python's own.
       raise ValueError(f'The chat template fails on this conversation: {type(error).__name__}: {error}') from error
 
 

@@ -6,10 +6,13 @@ is refused by name, never ignored.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Mapping
+import dataclasses
+import math
+from typing import Any, Mapping
 
 import numpy as np
 
+from sao_jax import config_checks
 from sao_jax.config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
 
 ARCHITECTURES = {
@@ -27,7 +30,63 @@ ROPE_FIELDS = {
     'yarn': {
         'factor': 'factor', 'original_max_position_embeddings': 'original_length', 'beta_fast': 'beta_fast', 'beta_slow': 'beta_slow',
         'attention_factor': 'attention_factor', 'mscale': 'mscale', 'mscale_all_dim': 'mscale_all_dim', 'truncate': 'truncate'}}
-Get = Callable[..., Any]
+MOST_LAYERS = 2**12
+
+
+class _Values:
+  """The values of a `config.json`, each of the type that it must have. None there is the same as nothing."""
+
+  def __init__(self, values: Mapping[str, Any], label: str):
+    self.values, self.label = values, label
+
+  def get(self, name: str, default: Any = None) -> Any:
+    """The value `name`, or the default; one of them must be there."""
+    value = self.values.get(name)
+    value = default if value is None else value
+    if value is None:
+      raise ValueError(f'{self.label}: {name!r} is missing.')
+    return value
+
+  def count(self, name: str, default: int | None = None, *, least: int = 1, most: int = 2**30) -> int:
+    value = self.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+      raise ValueError(f'{self.label}: {name!r} must be an integer from {least} to {most}, got {value!r}.')
+    return value
+
+  def number(self, name: str, default: float | None = None) -> float:
+    return _number(self.get(name, default), name, self.label)
+
+  def flag(self, name: str, default: bool = False) -> bool:
+    value = self.get(name, default)
+    if not isinstance(value, bool):
+      raise ValueError(f'{self.label}: {name!r} must be true or false, got {value!r}.')
+    return value
+
+  def items(self, name: str, kind: type) -> list[Any] | None:
+    """A list of values of one type; None where there is none, or an empty one."""
+    value = self.values.get(name) or None
+    if value is not None and not (isinstance(value, list) and all(isinstance(v, kind) and not isinstance(v, bool) for v in value)):
+      raise ValueError(f'{self.label}: {name!r} must be a list of {"names" if kind is str else "integers"}, got {value!r:.80}.')
+    return value
+
+
+def _number(value: Any, name: str, label: str) -> float:
+  if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+    raise ValueError(f'{label}: {name!r} must be a number, got {value!r}.')
+  return float(value)
+
+
+def _checked(shape: dict[str, Any], label: str) -> dict[str, Any]:
+  """`shape`, if a model can have it. Raises ValueError for what is of another type, out of range or does not go together."""
+  types = {'int': int, 'float': float, 'bool': bool}
+  for field in dataclasses.fields(ModelConfig):
+    if field.name in shape and field.type in types and type(shape[field.name]) is not types[field.type]:
+      raise ValueError(f'{label} gives model.{field.name} as {shape[field.name]!r}; it must be of type {field.type}.')
+  try:
+    config_checks.check_shape(ModelConfig(**shape))
+  except ValueError as error:
+    raise ValueError(f'{label} describes a model that cannot be: {error}') from error
+  return shape
 
 
 def _refuse(checks: Mapping[str, bool], label: str) -> None:
@@ -44,125 +103,134 @@ def shape_from_json(values: Mapping[str, Any], label: str) -> dict[str, Any]:
   kind = values.get('model_type')
   if kind not in MODEL_TYPES:
     raise ValueError(f'{label}: model_type {kind!r} is not supported; known: {", ".join(MODEL_TYPES)}.')
-
-  def get(name: str, default: Any = None) -> Any:
-    value = values.get(name)
-    value = default if value is None else value
-    if value is None:
-      raise ValueError(f'{label}: {name!r} is missing.')
-    return value
-
-  theta, rope = _rope_from_json(values, kind, label)
-  bias = bool(values.get('attention_bias'))
+  v = _Values(values, label)
+  theta, rope = _rope_from_json(v, kind)
+  bias = v.flag('attention_bias')
   _refuse({
-      'a bias on all attention projections': bias and kind != 'glm4_moe', 'a bias in the feed-forward': bool(values.get('mlp_bias')),
-      'sliding windows': bool(values.get('use_sliding_window')) or 'sliding_attention' in (values.get('layer_types') or ()),
+      'a bias on all attention projections': bias and kind != 'glm4_moe', 'a bias in the feed-forward': v.flag('mlp_bias'),
+      'sliding windows': v.flag('use_sliding_window') or 'sliding_attention' in (v.items('layer_types', str) or ()),
       'partial rotation': rope.fraction != 1.0 and kind != 'glm4_moe',
       f'activation {values.get("hidden_act")!r}': values.get('hidden_act', 'silu') != 'silu'}, label)
-  heads = get('num_attention_heads')
+  heads, width = v.count('num_attention_heads'), v.count('hidden_size')
+  v.count('num_nextn_predict_layers', 0, least=0)  # For `extra_layers`.
   shape = {
-      'vocab_size': get('vocab_size'), 'embed_dim': get('hidden_size'), 'num_layers': get('num_hidden_layers'), 'num_heads': heads,
-      'num_kv_heads': get('num_key_value_heads', heads),
-      'head_dim': get('head_dim', 128 if kind == 'qwen3' else get('hidden_size') // heads), 'mlp_dim': get('intermediate_size'),
-      'rope_theta': theta, 'rope': rope, 'norm_eps': float(get('rms_norm_eps', 1e-6)),
-      'qk_norm': kind in ('qwen3', 'qwen3_moe') or (kind == 'glm4_moe' and bool(values.get('use_qk_norm', False))),
-      'qkv_bias': kind == 'qwen2' or bias, 'tie_embeddings': bool(values.get('tie_word_embeddings', False)),
-      'max_length': get('max_position_embeddings'), 'experts': ExpertsConfig(), 'latent': LatentConfig()}
+      'vocab_size': v.count('vocab_size'), 'embed_dim': width, 'num_layers': v.count('num_hidden_layers', most=MOST_LAYERS),
+      'num_heads': heads, 'num_kv_heads': v.count('num_key_value_heads', heads),
+      'head_dim': v.count('head_dim', 128 if kind == 'qwen3' else width // heads), 'mlp_dim': v.count('intermediate_size'),
+      'rope_theta': theta, 'rope': rope, 'norm_eps': v.number('rms_norm_eps', 1e-6),
+      'qk_norm': kind in ('qwen3', 'qwen3_moe') or (kind == 'glm4_moe' and v.flag('use_qk_norm')),
+      'qkv_bias': kind == 'qwen2' or bias, 'tie_embeddings': v.flag('tie_word_embeddings'),
+      'max_length': v.count('max_position_embeddings'), 'experts': ExpertsConfig(), 'latent': LatentConfig()}
   if kind == 'qwen3_moe':
-    shape['experts'] = _qwen3_experts(values, get)
+    shape['experts'] = _qwen3_experts(v)
   elif kind in ('glm4_moe', 'glm_moe_dsa'):
-    shape['experts'] = _glm_experts(values, get, label)
+    shape['experts'] = _glm_experts(v)
   if kind == 'glm_moe_dsa':
-    latent = shape['latent'] = _latent_from_json(values, get, label)
+    latent = shape['latent'] = _latent_from_json(v)
     shape |= {'head_dim': latent.plain_dim + latent.rotary_dim, 'num_kv_heads': heads}
-  return shape
+  return _checked(shape, label)
 
 
-def _rope_from_json(values: Mapping[str, Any], kind: str, label: str) -> tuple[float, RopeConfig]:
+def _rope_from_json(v: _Values, kind: str) -> tuple[float, RopeConfig]:
   """Base and scaling of the rotary angles.
 
   They stand in `rope_parameters` (transformers 5), or in `rope_scaling` with `rope_theta` beside it (before), or, by type of layer, one
   level deeper. What is missing there is looked for at the top level.
   """
+  values, label = v.values, v.label
   found = values.get('rope_scaling') or values.get('rope_parameters') or {}
-  nested = [v for v in found.values() if isinstance(v, Mapping)]
+  if not isinstance(found, Mapping):
+    raise ValueError(f'{label}: the rotary settings (rope_scaling, rope_parameters) must be an object, got {found!r}.')
+  nested = [part for part in found.values() if isinstance(part, Mapping)]
   if nested:
-    if len(nested) != len(found) or any(v != nested[0] for v in nested):
+    if len(nested) != len(found) or any(part != nested[0] for part in nested):
       raise ValueError(f'{label}: rotary angles that differ between types of layers are not supported: {dict(found)}.')
     found = nested[0]
   name = found.get('rope_type', found.get('type', 'default'))
   if name not in ROPE_KINDS:
     raise ValueError(f'{label}: rope type {name!r} is not supported; known: {", ".join(ROPE_KINDS)}.')
   used = ROPE_FIELDS[name]
-  unknown = sorted(n for n, v in found.items() if v is not None and n not in {
+  unknown = sorted(n for n, x in found.items() if x is not None and n not in {
       'rope_type', 'type', 'rope_theta', 'partial_rotary_factor', 'factor', 'original_max_position_embeddings', 'mscale_all_dim', *used})
   if unknown:
     raise ValueError(f'{label}: rope type {name!r} has no setting {", ".join(unknown)}; known for it: {", ".join(used) or "none"}.')
-  given = {n: v for n, v in found.items() if v is not None}
+  given = {n: x for n, x in found.items() if x is not None}
   if values.get('original_max_position_embeddings') is not None:
     given['original_max_position_embeddings'] = values['original_max_position_embeddings']
   given.setdefault('original_max_position_embeddings', values.get('max_position_embeddings'))
+  if name != 'default' and not _number(given['original_max_position_embeddings'], 'original_max_position_embeddings', label) >= 1:
+    raise ValueError(
+        f"{label}: 'original_max_position_embeddings' must be at least 1, got {given['original_max_position_embeddings']!r}.")
   if name == 'yarn' and 'factor' not in given:
-    given['factor'] = values['max_position_embeddings'] / given['original_max_position_embeddings']
+    given['factor'] = v.count('max_position_embeddings') / given['original_max_position_embeddings']
   missing = [n for n in used if n in ('factor', 'low_freq_factor', 'high_freq_factor') and n not in given]
   if missing:
     raise ValueError(f'{label}: rope type {name!r} needs {", ".join(missing)}.')
   types = RopeConfig.__annotations__
-  casts = {'float': float, 'int': int, 'bool': bool}
-  fields = {field: casts[types[field]](given[n]) for n, field in used.items() if n in given}
+  fields: dict[str, Any] = {}
+  for n, field in used.items():
+    if n in given and types[field] == 'bool':
+      fields[field] = _Values(given, label).flag(n)
+    elif n in given:
+      fields[field] = (int if types[field] == 'int' else float)(_number(given[n], n, label))
   fraction = given.get('partial_rotary_factor', values.get('partial_rotary_factor'))
-  fraction = (0.5 if kind == 'glm4_moe' else 1.0) if fraction is None else float(fraction)
+  fraction = (0.5 if kind == 'glm4_moe' else 1.0) if fraction is None else _number(fraction, 'partial_rotary_factor', label)
   theta = given.get('rope_theta', values.get('rope_theta'))
-  return float(10_000.0 if theta is None else theta), RopeConfig(kind=name, fraction=fraction, **fields)
+  return _number(10_000.0 if theta is None else theta, 'rope_theta', label), RopeConfig(kind=name, fraction=fraction, **fields)
 
 
-def _qwen3_experts(values: Mapping[str, Any], get: Get) -> ExpertsConfig:
-  layers, step, plain = get('num_hidden_layers'), get('decoder_sparse_step', 1), set(values.get('mlp_only_layers') or ())
+def _qwen3_experts(v: _Values) -> ExpertsConfig:
+  layers, step = v.count('num_hidden_layers', most=MOST_LAYERS), v.count('decoder_sparse_step', 1)
+  plain = set(v.items('mlp_only_layers', int) or ())
   dense = tuple(i for i in range(layers) if i in plain or (i + 1) % step)
-  count = get('num_experts', values.get('num_local_experts', 128))
+  count = v.count('num_experts', v.values.get('num_local_experts', 128), least=0)
   if not count or len(dense) == layers:
     return ExpertsConfig()
   return ExpertsConfig(
-      count=count, top_k=get('num_experts_per_tok', 8), mlp_dim=get('moe_intermediate_size', 768),
-      normalise=bool(values.get('norm_topk_prob', False)), dense_layers=dense)
+      count=count, top_k=v.count('num_experts_per_tok', 8), mlp_dim=v.count('moe_intermediate_size', 768),
+      normalise=v.flag('norm_topk_prob'), dense_layers=dense)
 
 
-def _glm_experts(values: Mapping[str, Any], get: Get, label: str) -> ExpertsConfig:
+def _glm_experts(v: _Values) -> ExpertsConfig:
+  values, label = v.values, v.label
   _refuse({
       f'scoring function {values.get("scoring_func")!r}': values.get('scoring_func', 'sigmoid') != 'sigmoid',
       f'choice of experts {values.get("topk_method")!r}': values.get('topk_method', 'noaux_tc') != 'noaux_tc',
       'experts in every n-th layer': values.get('moe_layer_freq', 1) != 1}, label)
-  layers, dsa = get('num_hidden_layers'), values['model_type'] == 'glm_moe_dsa'
-  first = min(get('first_k_dense_replace', 3 if dsa else 1), layers)
-  kinds = values.get('mlp_layer_types') or ['dense'] * first + ['sparse'] * (layers - first)
+  layers, dsa = v.count('num_hidden_layers', most=MOST_LAYERS), values['model_type'] == 'glm_moe_dsa'
+  first = min(v.count('first_k_dense_replace', 3 if dsa else 1, least=0), layers)
+  kinds = v.items('mlp_layer_types', str) or ['dense'] * first + ['sparse'] * (layers - first)
   dense = tuple(i for i, kind in enumerate(kinds) if kind == 'dense')
+  if not set(kinds) <= {'dense', 'sparse'}:
+    raise ValueError(f"{label}: 'mlp_layer_types' must name each layer 'dense' or 'sparse', got {kinds}.")
   if len(kinds) != layers or len(dense) == layers:
     raise ValueError(f'{label}: {len(dense)} of {len(kinds)} layers are without experts, of num_hidden_layers={layers}; needed: some with.')
   return ExpertsConfig(
-      count=get('n_routed_experts', values.get('num_local_experts', values.get('num_experts'))), top_k=get('num_experts_per_tok', 8),
-      mlp_dim=get('moe_intermediate_size'), shared=get('n_shared_experts', 1), router='sigmoid',
-      normalise=bool(values.get('norm_topk_prob', True)), scale=float(get('routed_scaling_factor', 2.5 if dsa else 1.0)),
-      groups=get('n_group', 1), top_groups=get('topk_group', 1), dense_layers=dense)
+      count=v.count('n_routed_experts', values.get('num_local_experts', values.get('num_experts'))),
+      top_k=v.count('num_experts_per_tok', 8), mlp_dim=v.count('moe_intermediate_size'), shared=v.count('n_shared_experts', 1, least=0),
+      router='sigmoid', normalise=v.flag('norm_topk_prob', True), scale=v.number('routed_scaling_factor', 2.5 if dsa else 1.0),
+      groups=v.count('n_group', 1), top_groups=v.count('topk_group', 1), dense_layers=dense)
 
 
-def _latent_from_json(values: Mapping[str, Any], get: Get, label: str) -> LatentConfig:
-  layers = get('num_hidden_layers')
-  kinds = values.get('indexer_types')
+def _latent_from_json(v: _Values) -> LatentConfig:
+  values, label, layers = v.values, v.label, v.count('num_hidden_layers', most=MOST_LAYERS)
+  kinds: Any = values.get('indexer_types')
   if kinds is None and values.get('index_topk_pattern') is not None:
-    names = {'F': 'full', 'S': 'shared'}
-    kinds = [names.get(c, c) for c in values['index_topk_pattern']]
+    pattern, names = values['index_topk_pattern'], {'F': 'full', 'S': 'shared'}
+    kinds = [names.get(c, c) for c in pattern] if isinstance(pattern, str) else pattern
   if kinds is None:
-    every, offset = max(get('index_topk_freq', 1), 1), get('index_skip_topk_offset', 2)
+    every, offset = max(v.count('index_topk_freq', 1, least=0), 1), v.count('index_skip_topk_offset', 2, least=0)
     kinds = ['full' if max(i - offset + 1, 0) % every == 0 else 'shared' for i in range(layers)]
-  if len(kinds) < layers or not set(kinds) <= {'full', 'shared'} or kinds[0] != 'full':
+  if not isinstance(kinds, list) or len(kinds) < layers or any(kind not in ('full', 'shared') for kind in kinds) or kinds[0] != 'full':
     raise ValueError(f"{label}: the index of each of {layers} layers must be 'full' or 'shared', the first one 'full': got {kinds}.")
   _refuse({
       'rotary pairs of halves in latent attention': values.get('rope_interleave') is False,
       'rotary pairs of halves in the index': values.get('indexer_rope_interleave') is False}, label)
   return LatentConfig(
-      rank=get('kv_lora_rank'), query_rank=get('q_lora_rank'), plain_dim=get('qk_nope_head_dim'), rotary_dim=get('qk_rope_head_dim'),
-      value_dim=get('v_head_dim'), index_top_k=get('index_topk', 2048), index_heads=get('index_n_heads', 32),
-      index_dim=get('index_head_dim', 128), shared_index_layers=tuple(i for i in range(layers) if kinds[i] == 'shared'))
+      rank=v.count('kv_lora_rank'), query_rank=v.count('q_lora_rank'), plain_dim=v.count('qk_nope_head_dim'),
+      rotary_dim=v.count('qk_rope_head_dim'), value_dim=v.count('v_head_dim'), index_top_k=v.count('index_topk', 2048),
+      index_heads=v.count('index_n_heads', 32), index_dim=v.count('index_head_dim', 128),
+      shared_index_layers=tuple(i for i in range(layers) if kinds[i] == 'shared'))
 
 
 def extra_layers(values: Mapping[str, Any]) -> range:
@@ -274,20 +342,26 @@ def shape_from_gguf(fields: Mapping[str, Any], label: str, *, tied: bool) -> dic
       raise ValueError(f'{label}: the GGUF file has no llama.{name}.')
     return value
 
-  heads, width = get('attention.head_count'), get('embedding_length')
-  head_dim = get('attention.key_length', width // heads)
+  def count(name: str, default: Any = None) -> int:
+    value = get(name, default)
+    if not isinstance(value, int) or value < 1:
+      raise ValueError(f'{label}: llama.{name} must be a positive integer, got {value!r}.')
+    return value
+
+  heads, width = count('attention.head_count'), count('embedding_length')
+  head_dim = count('attention.key_length', width // heads)
   scaling = fields.get('llama.rope.scaling.type', 'none')
   refused = {
       'rope scaling': scaling not in ('none', ''), 'experts': bool(fields.get('llama.expert_count', 0)),
       'partial rotation': get('rope.dimension_count', head_dim) != head_dim,
       'values of another size': fields.get('llama.attention.value_length', head_dim) != head_dim}
   _refuse(refused, label)
-  return {
-      'vocab_size': get('vocab_size', len(fields.get('tokenizer.ggml.tokens', ())) or None), 'embed_dim': width,
-      'num_layers': get('block_count'), 'num_heads': heads, 'num_kv_heads': get('attention.head_count_kv', heads), 'head_dim': head_dim,
-      'mlp_dim': get('feed_forward_length'), 'rope_theta': _shortest(get('rope.freq_base', 10_000.0)), 'rope': RopeConfig(),
+  return _checked({
+      'vocab_size': count('vocab_size', len(fields.get('tokenizer.ggml.tokens', ())) or None), 'embed_dim': width,
+      'num_layers': count('block_count'), 'num_heads': heads, 'num_kv_heads': count('attention.head_count_kv', heads), 'head_dim': head_dim,
+      'mlp_dim': count('feed_forward_length'), 'rope_theta': _shortest(get('rope.freq_base', 10_000.0)), 'rope': RopeConfig(),
       'norm_eps': _shortest(get('attention.layer_norm_rms_epsilon')), 'qk_norm': False, 'qkv_bias': False, 'tie_embeddings': tied,
-      'max_length': get('context_length'), 'experts': ExpertsConfig(), 'latent': LatentConfig()}
+      'max_length': count('context_length'), 'experts': ExpertsConfig(), 'latent': LatentConfig()}, label)
 
 
 def _shortest(x: float) -> float:

@@ -14,6 +14,7 @@ Path = Any  # pathlib.Path, or etils.epath.Path for a bucket: both have open, re
 SMOLLM2 = 'smollm2-135m-instruct'
 SMOLLM2_FILE = 'SmolLM2-135M-Instruct.Q4_1.gguf'
 NAMES = (SMOLLM2,)
+LFS = b'version https://git-lfs'  # What a pointer of Git LFS begins with.
 
 
 def need(name: str) -> Any:
@@ -85,7 +86,7 @@ def _open_gguf(path: pathlib.Path, size: int, changed_ns: int) -> Any:
   try:
     return library.GGUFReader(str(path))
   except (ValueError, IndexError, KeyError, UnicodeDecodeError, OverflowError, MemoryError) as error:
-    raise ValueError(f'{path} is not a whole GGUF file ({error}); fetch it again.') from error
+    raise ValueError(f'{path} is not a whole GGUF file ({error}); fetch it again.{pointer_hint(path)}') from error
 
 
 def gguf_field(reader: Any, name: str, label: str) -> Any:
@@ -96,14 +97,21 @@ def gguf_field(reader: Any, name: str, label: str) -> Any:
   return field.contents()
 
 
+def pointer_hint(path: Path) -> str:
+  """What to do about a file that Git LFS has left as a pointer to the real one; '' for any other file."""
+  with path.open('rb') as file:
+    pointer = file.read(len(LFS)) == LFS
+  return ' It is a pointer of Git LFS in the place of the file; run git lfs pull in its folder.' if pointer else ''
+
+
 def read_json(path: Path) -> dict[str, Any]:
   """The JSON object in `path`. Raises ValueError where the file is missing or holds none."""
   try:
     value = json.loads(path.read_text(encoding='utf-8'))
   except FileNotFoundError:
     raise ValueError(f'{path} is missing; the folder of a pretrained model needs it.') from None
-  except (json.JSONDecodeError, UnicodeDecodeError) as error:
-    raise ValueError(f'{path} is not valid JSON: {error}') from error
+  except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    raise ValueError(f'{path} is not valid JSON: {error}.{pointer_hint(path)}') from error
   if not isinstance(value, dict):
     raise ValueError(f'{path} must hold a JSON object, got {type(value).__name__}.')
   return value

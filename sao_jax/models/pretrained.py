@@ -84,12 +84,9 @@ class FolderWeights:
     self.path = folder
     settings = files.read_json(folder / 'config.json')
     self.shape = families.shape_from_json(settings, str(folder / 'config.json'))
-    index = folder / 'model.safetensors.index.json'
-    names = sorted(set(files.read_json(index).get('weight_map', {}).values())) if index.is_file() else ['model.safetensors']
-    self._files = [safetensors_io.SafetensorsFile(folder / name) for name in names]
-    self._where = {name: file for file in self._files for name in file.shapes}
-    self._block = block_scales.block_size(settings)
-    weights, self._scales = block_scales.split({n: file.dtypes[n] for n, file in self._where.items()}, settings, str(folder))
+    self._block = block_scales.block_size(settings, str(folder))
+    self._where = safetensors_io.open_folder(folder)
+    weights, self._scales = block_scales.split({n: file.dtypes[n] for n, file in self._where.items()}, str(folder))
     self.stored = {name: self._where[name].shapes[name] for name in weights if not name.endswith('rotary_emb.inv_freq')}
     self._drop_extra_layers(families.extra_layers(settings))
     if self.shape['tie_embeddings']:

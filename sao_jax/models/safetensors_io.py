@@ -47,29 +47,35 @@ class SafetensorsFile:
       file.seek(0)
       length = int.from_bytes(file.read(8), 'little')
       if size < 8 or length > size - 8:
-        raise ValueError(f'{path} is not a whole safetensors file: {size} bytes, the header alone would take {8 + length}.')
+        raise ValueError(
+            f'{path} is not a whole safetensors file: {size} bytes, the header alone would take {8 + length}.{files.pointer_hint(path)}')
       try:
         self._header = json.loads(file.read(length))
+        if not isinstance(self._header, dict):
+          raise ValueError(f'it is a {type(self._header).__name__}, not an object')
         self._header.pop('__metadata__', None)
-        self.shapes = {name: tuple(int(n) for n in entry['shape']) for name, entry in self._header.items()}
-        ends = [8 + length + entry['data_offsets'][1] for entry in self._header.values()]
-      except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f'{path} is not a safetensors file, its header cannot be read: {error!r}') from error
+        for name, entry in self._header.items():
+          _check_entry(name, entry)
+      except (ValueError, RecursionError) as error:
+        raise ValueError(f'{path} is not a safetensors file, its header cannot be read: {error}.') from error
+    self.shapes = {name: tuple(entry['shape']) for name, entry in self._header.items()}
     self._start = 8 + length
     other = [name for name, entry in self._header.items() if entry['dtype'] not in DTYPES]
     if other:
       raise ValueError(f'{path}: tensor {other[0]!r} has type {self._header[other[0]]["dtype"]}; known are {", ".join(DTYPES)}.')
     self.dtypes = {name: DTYPES[entry['dtype']] for name, entry in self._header.items()}
-    if max(ends, default=size) > size:
-      raise ValueError(f'{path} is cut short: it has {size} bytes of {max(ends)}; fetch it again.')
+    for name, entry in self._header.items():
+      begin, end = entry['data_offsets']
+      if end - begin != math.prod(self.shapes[name]) * self.dtypes[name].itemsize:
+        raise ValueError(
+            f'{path}: tensor {name!r} of shape {self.shapes[name]} and type {entry["dtype"]} cannot take {end - begin} bytes.')
+    end = max((8 + length + entry['data_offsets'][1] for entry in self._header.values()), default=size)
+    if end > size:
+      raise ValueError(f'{path} is cut short: it has {size} bytes of {end}; fetch it again.')
 
   def read(self, name: str) -> np.ndarray:
-    """The tensor `name`. Raises ValueError where shape, type and place in the file contradict each other."""
-    entry, dtype = self._header[name], self.dtypes[name]
-    begin, end = entry['data_offsets']
-    if end - begin != math.prod(self.shapes[name]) * dtype.itemsize:
-      raise ValueError(
-          f'{self.path}: tensor {name!r} of shape {self.shapes[name]} and type {entry["dtype"]} cannot take {end - begin} bytes.')
+    """The tensor `name`. Raises ValueError where the file ends before it does."""
+    dtype, (begin, end) = self.dtypes[name], self._header[name]['data_offsets']
     data = np.empty(end - begin, np.uint8)
     with self.path.open('rb') as file:
       file.seek(self._start + begin)
@@ -81,6 +87,67 @@ class SafetensorsFile:
         data[done:done + len(part)] = np.frombuffer(part, np.uint8)
         done += len(part)
     return data.view(dtype).reshape(self.shapes[name])
+
+
+WEIGHTS, INDEX = 'model.safetensors', 'model.safetensors.index.json'
+
+
+def open_folder(folder: files.Path) -> dict[str, SafetensorsFile]:
+  """Tensor -> its file, of a folder with `model.safetensors`, or with several files and their index.
+
+  Raises:
+    ValueError: a file that is missing or broken, a tensor that lies in two files, or an index that says something else than the files.
+  """
+  index = folder / INDEX
+  places = _weight_map(index) if index.is_file() else {}
+  if not places and not (folder / WEIGHTS).is_file():
+    raise ValueError(f'{folder / WEIGHTS} is missing.{_other_weights(folder)}')
+  where: dict[str, SafetensorsFile] = {}
+  for name in sorted(set(places.values())) or [WEIGHTS]:
+    file = SafetensorsFile(folder / name)
+    twice = next((tensor for tensor in file.shapes if tensor in where), None)
+    if twice is not None:
+      raise ValueError(f'{folder}: tensor {twice!r} is in {where[twice].path.name} and in {name}; remove one of them.')
+    where.update({tensor: file for tensor in file.shapes})
+  lost = [tensor for tensor, name in places.items() if tensor not in where or where[tensor].path.name != name]
+  if lost:
+    raise ValueError(f'{index} says that tensor {lost[0]!r} is in {places[lost[0]]}, but it is not; fetch both files again.')
+  return where
+
+
+def _weight_map(index: files.Path) -> dict[str, str]:
+  """Tensor -> name of its file, as the index has it. Raises ValueError where it names none, or something outside of its folder."""
+  places = files.read_json(index).get('weight_map')
+  if not isinstance(places, dict) or not places:
+    raise ValueError(f'{index} must have a "weight_map" from names of tensors to names of files, got {places!r:.80}.')
+  wrong = [name for name in places.values() if not isinstance(name, str) or not name or pathlib.PurePath(name).name != name]
+  if wrong:
+    raise ValueError(f'{index}: files of "weight_map" must be in its own folder, got {wrong[0]!r:.80}.')
+  return places
+
+
+def _other_weights(folder: files.Path) -> str:
+  """What a folder without weights of the right name has in their place."""
+  names = sorted(path.name for path in folder.iterdir())
+  shards = [name for name in names if name.endswith('.safetensors')]
+  if shards:
+    return f' There is {shards[0]}; of several files {INDEX} must say what is in which.'
+  other = [name for name in names if name.endswith(('.bin', '.pt', '.pth', '.ckpt', '.h5', '.msgpack', '.gguf'))]
+  if other and other[0].endswith('.gguf'):
+    return f' There is {other[0]}; name that file itself.'
+  return f' There is {other[0]}; only safetensors are read: save the model anew with safe_serialization=True.' if other else ''
+
+
+def _check_entry(name: str, entry: Any) -> None:
+  """Raises ValueError where what a header says of a tensor is not of the right form."""
+  if not isinstance(entry, dict) or not isinstance(entry.get('dtype'), str):
+    raise ValueError(f'tensor {name!r} has no type')
+  size = lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0
+  shape, offsets = entry.get('shape'), entry.get('data_offsets')
+  if not isinstance(shape, list) or not all(map(size, shape)):
+    raise ValueError(f'tensor {name!r} has the shape {shape!r}')
+  if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(size, offsets)) or offsets[0] > offsets[1]:
+    raise ValueError(f'tensor {name!r} lies at {offsets!r}')
 
 
 def write(path: files.Path, shapes: Mapping[str, Sequence[int]], dtypes: Mapping[str, Any], read: Callable[[str], np.ndarray]) -> None:

@@ -391,9 +391,9 @@ def from_folder(folder: pathlib.Path, vocab_size: int | None = None) -> Pretrain
   if not path.is_file():
     raise ValueError(f'{path} is missing; the folder of a pretrained model needs it.{_other_format(folder)}')
   try:
-    backend = library.Tokenizer.from_str(path.read_text())
+    backend = library.Tokenizer.from_str(path.read_text(encoding='utf-8'))
   except Exception as error:  # The library raises a bare Exception on bad JSON.
-    raise ValueError(f'{path} cannot be read as a tokenizer: {error}') from error
+    raise ValueError(f'{path} cannot be read as a tokenizer: {error}.{files.pointer_hint(path)}') from error
   _add_tokens(library, backend, settings, folder)
   names = _special_names(backend, settings, folder)
   stops, pad = _stops_and_pad(backend, names, folder)
@@ -418,7 +418,12 @@ def _other_format(folder: pathlib.Path) -> str:
 
 def _add_tokens(library: Any, backend: Any, settings: Mapping[str, Any], folder: pathlib.Path) -> None:
   """Adds the tokens that only `tokenizer_config.json` knows, as transformers does. Raises ValueError where they get another id."""
-  declared = settings.get('added_tokens_decoder') or {}
+  declared, label = settings.get('added_tokens_decoder') or {}, folder / 'tokenizer_config.json'
+  if not isinstance(declared, dict):
+    raise ValueError(f'{label}: added_tokens_decoder must be an object, got {type(declared).__name__}.')
+  for key, token in declared.items():
+    if not key.isdecimal() or not isinstance(token, dict) or not isinstance(token.get('content'), str) or not token['content']:
+      raise ValueError(f'{label}: added_tokens_decoder must map ids to objects with a content, got {key!r}: {token!r:.80}.')
   known = backend.get_added_tokens_decoder()
   for key, token in sorted(declared.items(), key=lambda item: int(item[0])):
     if int(key) in known:
@@ -427,7 +432,7 @@ def _add_tokens(library: Any, backend: Any, settings: Mapping[str, Any], folder:
     backend.add_tokens([library.AddedToken(token['content'], **flags)])
     if backend.token_to_id(token['content']) != int(key):
       raise ValueError(
-          f'{folder / "tokenizer_config.json"} gives {token["content"]!r} the id {key}, tokenizer.json makes it '
+          f'{label} gives {token["content"]!r} the id {key}, tokenizer.json makes it '
           f'{backend.token_to_id(token["content"])}; the two files do not belong together.')
 
 
@@ -451,7 +456,7 @@ def _stops_and_pad(backend: Any, names: Mapping[str, str], folder: pathlib.Path)
   pad = backend.token_to_id(names['pad_token']) if 'pad_token' in names else None
   for name in ('generation_config.json', 'config.json'):
     values = _optional_json(folder / name)
-    values = {**(values.get('text_config') or {}), **values}
+    values = {**_text_config(values), **values}
     found = values.get('eos_token_id')
     for i in found if isinstance(found, list) else [] if found is None else [found]:
       if not isinstance(i, int) or isinstance(i, bool):
@@ -466,19 +471,28 @@ def _stops_and_pad(backend: Any, names: Mapping[str, str], folder: pathlib.Path)
   return tuple(dict.fromkeys(stops)), pad
 
 
+def _text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
+  """The settings of the language model, where config.json has them one level deeper."""
+  found = values.get('text_config')
+  return found if isinstance(found, dict) else {}
+
+
 def _template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str:
   """Chat template of a Hugging Face folder: in its own file, or in the settings. Of several named ones, 'default'."""
   path = folder / 'chat_template.jinja'
   if path.is_file():
-    return path.read_text(encoding='utf-8')
+    try:
+      return path.read_text(encoding='utf-8')
+    except UnicodeDecodeError as error:
+      raise ValueError(f'{path} is not UTF-8: {error}') from error
   found = _optional_json(folder / 'chat_template.json').get('chat_template', settings.get('chat_template')) or ''
   if isinstance(found, list):
     named = {entry.get('name'): entry.get('template') for entry in found if isinstance(entry, dict)}
     if not isinstance(named.get('default'), str):
-      raise ValueError(f'{folder}: of its chat templates ({", ".join(map(str, named))}) none is named default.')
+      raise ValueError(f'of its chat templates ({", ".join(map(str, named)) or "without names"}) none is named default.')
     return named['default']
   if not isinstance(found, str):
-    raise ValueError(f'{folder}: chat_template must be a text or a list of named texts, got {type(found).__name__}.')
+    raise ValueError(f'chat_template must be a text or a list of named texts, got {type(found).__name__}.')
   return found
 
 
@@ -501,4 +515,4 @@ def load(name: str) -> Tokenizer:
   if _optional_json(path / 'tokenizer_config.json').get('tokenizer_class') == ByteTokenizer.NAME:
     return ByteTokenizer()
   config = files.read_json(path / 'config.json')
-  return from_folder(path, config.get('vocab_size') or (config.get('text_config') or {}).get('vocab_size'))
+  return from_folder(path, config.get('vocab_size') or _text_config(config).get('vocab_size'))
