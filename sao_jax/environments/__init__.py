@@ -18,6 +18,7 @@ REGISTRY = {  # name -> (module, class)
     'scaffold': ('sao_jax.environments.scaffold', 'Scaffold'),
     'scripted': ('sao_jax.environments.scripted', 'Scripted'),
     'style_shift': ('sao_jax.environments.style_shift', 'StyleShift'),
+    'swe': ('sao_jax.environments.swe.environment', 'SWE'),
     'verifiers': ('sao_jax.environments.verifiers', 'Verifiers'),
 }
 
