@@ -403,7 +403,8 @@ def attach(descriptor, form):
     def wrapped(self, test, *args):
       error = args[-1] if name == 'addSubTest' else None
       if name != 'addSubTest' or error is not None:
-        channel.send(id=test.id(), names=names_of(test), when='call', outcome=outcome, raised=outcome != 'passed', xfail=xfail)
+        channel.send(id=test.id(), names=names_of(test), when='call', outcome=outcome, raised=outcome != 'passed', xfail=xfail,
+                     changed=watch.changed())
       return before(self, test, *args)
 
     setattr(cls, name, wrapped)
@@ -412,6 +413,7 @@ def attach(descriptor, form):
                         ('addUnexpectedSuccess', 'failed'), ('addSubTest', 'failed')):
     wrap(name, outcome)
   wrap('addExpectedFailure', 'skipped', True)
+  watch = Watch()
 
 
 def names_of(test):
