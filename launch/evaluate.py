@@ -8,6 +8,10 @@ r"""Held-out success of a checkpoint, greedy and at temperature 1; or a benchmar
   python launch/evaluate.py --benchmark=beyondaime --benchmark_path=FILE --num_samples=4 --pretrained=FOLDER [--max_tokens=8192]
   python launch/evaluate.py --benchmark=gsm8k --benchmark_path=FILE --workdir=runs/mine [--checkpoint=12] [--temperature=0]
 
+  python launch/evaluate.py --benchmark=swe --benchmark_path=FILE [--repositories=FOLDER] --predictions=FILE|gold|empty
+  python launch/evaluate.py --benchmark=swe --benchmark_path=FILE --pretrained=FOLDER [--max_turns=300]
+  python launch/evaluate.py --benchmark=swe --benchmark_path=FILE --measure=FILE       (which tests are fit to judge with; see docs/swe.md)
+
 Benchmarks: aime, beyondaime, imo_answerbench, hmmt, math500, gsm8k, humaneval, mbpp; docs/data.md tells the form of their files.
 
 Settings come from the workdir's config.json, or from --config and its overrides, or are those of the folder (or name) --pretrained. A
@@ -47,9 +51,21 @@ MAX_TOKENS = flags.DEFINE_integer('max_tokens', 2048, 'Longest reply to a proble
 SLOTS = flags.DEFINE_integer('slots', None, 'Replies sampled at once; default: 16, or sampler.slots of the settings.', lower_bound=1)
 PYTHON_TOOL = flags.DEFINE_bool('python_tool', False, 'Let the policy run Python while it solves a problem of the benchmark.')
 OUTPUT = flags.DEFINE_string('output', None, 'Folder for what a benchmark writes; default: runs/evaluations/NAME-HASH of its settings.')
+PREDICTIONS = flags.DEFINE_string('predictions', None, "Predictions to grade, in SWE-bench's form; or 'gold', or 'empty'.")
+MEASURE = flags.DEFINE_string('measure', None, 'Run the gold patches, and write to this file which tests of the instances are unfit.')
+MEASURED = flags.DEFINE_string('measured', None, 'File that --measure wrote.')
+REPEATS = flags.DEFINE_integer('repeats', 3, 'Runs of every gold patch with --measure.', lower_bound=1)
+REPOSITORIES = flags.DEFINE_string('repositories', None, 'Folder of the repositories of the instances.')
+TEST_TIME_S = flags.DEFINE_float('test_time_s', 1800.0, 'Of one run of the tests of an instance.', lower_bound=1.0)
+CONTROLS = flags.DEFINE_integer('controls', 1, 'Control runs of a prediction that passes.', lower_bound=0, upper_bound=16)
+MAX_TURNS = flags.DEFINE_integer('max_turns', 300, 'Turns of an episode of the benchmark swe.', lower_bound=1)
+WORKERS = flags.DEFINE_integer('workers', 2, 'Instances of the benchmark swe that are graded at once.', lower_bound=1)
 TEMPERATURE = flags.DEFINE_float('temperature', 1.0, 'Of the sampled evaluation; for a benchmark also 0, greedy.', lower_bound=0.0)
 TOP_P = flags.DEFINE_float('top_p', 1.0, 'Of the sampled evaluation; 1 for the whole distribution.')
 TOP_K = flags.DEFINE_integer('top_k', 0, 'Of the sampled evaluation; 0 for the whole distribution.')
+
+SWE = 'swe'
+SWE_FLAGS = {'predictions', 'measure', 'measured', 'repeats', 'repositories', 'test_time_s', 'controls', 'max_turns', 'workers'}
 
 
 def check_flags() -> None:
@@ -62,12 +78,21 @@ def check_flags() -> None:
   if CHECKPOINT.value is not None and WORKDIR.value is None:
     raise ValueError('--checkpoint is that of a --workdir.')
   if BENCHMARK.value is None:
+    wrong = sorted(given & SWE_FLAGS)
+    if wrong:
+      raise ValueError(f'--{wrong[0]} is only for --benchmark={SWE}.')
     wrong = sorted(given & {'benchmark_path', 'num_samples', 'limit', 'max_tokens', 'python_tool', 'output', 'slots'})
     if wrong:
       raise ValueError(f'--{wrong[0]} is for a benchmark; name it with --benchmark.')
     if PRETRAINED.value is not None and TASK.value is None and CONFIG.value is None:
       raise ValueError('Give --benchmark, --task or --config with --pretrained: what is to be evaluated?')
   else:
+    swe = BENCHMARK.value == SWE
+    wrong = sorted(given & ({'num_samples', 'python_tool'} if swe else SWE_FLAGS))
+    if wrong:
+      raise ValueError(f'--{wrong[0]} is {"not" if swe else "only"} for --benchmark={SWE}.')
+    if PREDICTIONS.value is not None and MEASURE.value is not None:
+      raise ValueError('Give --predictions or --measure, not both.')
     wrong = sorted(given & {'task', 'task_settings', 'num_prompts'})
     if wrong:
       raise ValueError(f'--{wrong[0]} is for held-out prompts of a task; a benchmark has --limit and --num_samples.')
@@ -172,10 +197,52 @@ def run_benchmark(settings) -> dict:
     grader.close()
 
 
+def run_swe(settings) -> dict:
+  """Grades predictions, lets a policy make them first, or measures the instances."""
+  from sao_jax.environments.swe import instances as instances_lib
+
+  repositories = REPOSITORIES.value or ''
+  found = instances_lib.load(BENCHMARK_PATH.value, repositories=repositories, limit=LIMIT.value)
+  given = PREDICTIONS.value is not None or MEASURE.value is not None
+  config = None if given else settings.from_dict(read_settings(settings))
+  from sao_jax import swe_run
+
+  request = swe_run.Request(
+      source=BENCHMARK_PATH.value, repositories=repositories, measured=MEASURED.value or '', test_time_s=TEST_TIME_S.value,
+      controls=CONTROLS.value, workers=WORKERS.value, limit=LIMIT.value)
+  progress = lambda what, done, total: command_line.say(f'{what}: {done} of {total}') if done == total or done % 10 == 0 else None
+  if MEASURE.value is not None:
+    return swe_run.measure(found, request, MEASURE.value, repeats=REPEATS.value, on_progress=progress)
+  name = PREDICTIONS.value or PRETRAINED.value or WORKDIR.value or 'policy'
+  output = OUTPUT.value or str(pathlib.Path('runs') / 'evaluations' / f'swe-{pathlib.Path(name).stem}')
+  if PREDICTIONS.value is not None:
+    return swe_run.grade(found, swe_run.read_predictions(PREDICTIONS.value, found), request, output, on_progress=progress)
+  return swe_run.evaluate_policy(
+      config, found, request, workdir=WORKDIR.value, step=CHECKPOINT.value, output=output, max_turns=MAX_TURNS.value,
+      max_turn_tokens=MAX_TOKENS.value, model_name=pathlib.Path(name).name, on_progress=progress)
+
+
+def swe_table(found: dict) -> str:
+  """What was graded or measured, for a person."""
+  if 'usable' in found:
+    lost = '; '.join(f'{k}: {v}' for k, v in found['lost'].items()) or 'none'
+    return (f'{found["instances"]} instances: {found["usable"]} usable, {found["tests_left_out"]} tests left out, lost: {lost}\n'
+            f'written to {found["output"]}')
+  share = '-' if found['resolved_share'] is None else f'{found["resolved_share"]:.3f}'
+  return (f'resolved {found["resolved_instances"]} of {found["judged"]} ({share}) [{found["resolved_low"]:.3f}, {found["resolved_high"]:.3f}]\n'
+          f'verdicts: {", ".join(f"{k} {v}" for k, v in found["reasons"].items()) or "none"}; unusable {found["unusable_instances"]}, '
+          f'lost to failures {found["error_instances"]}\nwritten to {found["output"]}')
+
+
 def main() -> None:
   from sao_jax import config as settings  # Settings are judged before JAX is imported.
 
   check_flags()
+  if BENCHMARK.value == SWE:
+    found = run_swe(settings)
+    command_line.say(swe_table(found))
+    command_line.answer(json.dumps(found), f'The result is in {found["output"]}.')
+    return
   if BENCHMARK.value is not None:
     found = run_benchmark(settings)
     from sao_jax import report

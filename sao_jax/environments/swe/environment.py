@@ -225,8 +225,8 @@ class SWE(base.Environment):
     patch = patches.write(change, self._judge.base(instance).entry)
     self._metrics['diff_lines'] = float(sum(
         line[:1] in (b'+', b'-') and line[:4] not in (b'+++ ', b'--- ') for line in patch.split(b'\n')))
-    verdict = self._judge.judge(instance, change, measured=self._measured) if self._judging else Verdict('empty')
     self._write_prediction(instance, patch)
+    verdict = self._judge.judge(instance, change, measured=self._measured) if self._judging else Verdict('empty')
     resolved = float(verdict.resolved)
     self._metrics |= {'success': resolved, 'resolved': resolved, 'forged': float(verdict.reason in ('forged', 'tampered'))}
     return base.StepResult(reward=resolved, terminated=True, metrics=dict(self._metrics))
@@ -261,7 +261,17 @@ class SWE(base.Environment):
         box.close()
 
   def close(self) -> None:
+    if self._predictions and self._instance is not None and self._box is not None:
+      self._write_cut()
     self._give_up_box()
+
+  def _write_cut(self) -> None:
+    """The prediction of an episode that a limit outside of the environment has cut: what is there."""
+    try:
+      change = self._extract()
+    except (sandbox.SandboxError, sandbox.PathError):
+      return  # A box that has failed holds nothing to be written.
+    self._write_prediction(self._instance, patches.write(change, self._judge.base(self._instance).entry))
 
   # --- Demonstrations ----------------------------------------------------------------------------------------------------------
 
