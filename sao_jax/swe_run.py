@@ -8,8 +8,8 @@
     OUTPUT/logs/INSTANCE/report.json         its verdict
     OUTPUT/report.json                       all verdicts in the form of SWE-bench, and the resolved share with its interval
 
-A run that was killed goes on with the instances that have no episode, or no verdict, yet. An instance that was lost to a failing sandbox has
-neither, is counted as an error, and is tried again by the same command.
+A run that was killed goes on with the instances that have no episode, or no verdict, yet. An instance that was lost to a failing sandbox
+has neither, is counted as an error, and is tried again by the same command.
 """
 
 from __future__ import annotations
@@ -140,9 +140,10 @@ def _grade(
   todo = [i for i in instances if i.instance_id in predictions and i.instance_id not in unusable]
   verdicts: dict[str, dict[str, Any]] = {}
   with concurrent.futures.ThreadPoolExecutor(request.workers, thread_name_prefix='grading') as pool:
-    futures = [pool.submit(
-        _graded, folder / 'logs' / i.instance_id, i, predictions[i.instance_id]['model_patch'], judge, measured.get(i.instance_id, Measured()))
-               for i in todo]
+    start = lambda i: pool.submit(
+        _graded, folder / 'logs' / i.instance_id, i, predictions[i.instance_id]['model_patch'], judge,
+        measured.get(i.instance_id, Measured()))
+    futures = [start(i) for i in todo]
     try:
       for instance, future in zip(todo, futures):
         verdicts[instance.instance_id] = future.result()

@@ -27,7 +27,7 @@ OPPOSITE = {
     'assertIn': 'assertNotIn', 'assertIsInstance': 'assertNotIsInstance', 'assertGreater': 'assertLessEqual',
     'assertGreaterEqual': 'assertLess', 'assertAlmostEqual': 'assertNotAlmostEqual', 'assertRegex': 'assertNotRegex'}
 OPPOSITE |= {b: a for a, b in OPPOSITE.items()}
-_WAYS_OUT = (ast.Return, ast.Yield, ast.YieldFrom, ast.Try, ast.With, ast.AsyncWith, ast.While, ast.Raise)
+_WAYS_OUT = (ast.Return, ast.Yield, ast.YieldFrom, ast.Try, ast.TryStar, ast.With, ast.AsyncWith, ast.While, ast.Raise)
 _EXPECTED = re.compile(r'xfail|expectedFailure|skip', re.IGNORECASE)
 
 
@@ -149,8 +149,8 @@ def _change(function: Any, source: bytes, starts: Sequence[int], rng: random.Ran
   return start, start, f'assert {a} == {a + rng.randrange(1, 9)}\n'.encode() + (indent if not indent.strip() else b'')
 
 
-_COMPOUND = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef,
-             ast.Match)
+_COMPOUND = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.FunctionDef,
+             ast.AsyncFunctionDef, ast.ClassDef, ast.Match, ast.TryStar)
 
 
 def _spots(statement: ast.stmt) -> list[tuple[ast.AST, Callable[[str, random.Random], list[str]]]]:

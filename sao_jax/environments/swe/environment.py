@@ -46,6 +46,7 @@ class SWE(base.Environment):
   Args:
     source: JSON lines of instances, or of HumanEval or MBPP items (`items=True`); {'train': file, 'test': file} for one of each split, else
       one file whose instances are divided.
+    generated: so many one-line functions (`small_tasks.one_line`) besides those of the source, or alone.
     repositories: folder of repositories, see `instances.load`.
     measured: file that `launch/evaluate.py --benchmark=swe --measure` wrote: tests it found unfit are left out, unusable instances too.
     items: whether the rows are items of HumanEval or MBPP.
@@ -78,10 +79,11 @@ class SWE(base.Environment):
   metric_names = METRICS
 
   def __init__(
-      self, *, source: Any, repositories: str = '', measured: str = '', items: bool = False, limit: int = 0, interface: str = 'tools',
-      conversation: str = 'chat', stop_strings: Sequence[str] = (), target: str = small_tasks.TARGET, system_prompt: str | None = None,
-      max_turns: int = 300, shell_time_s: float = 60.0, max_output: int = 10_000, test_time_s: float = 900.0, memory_mb: int = 4096,
-      controls: int = 1, backend: str = 'auto', warm: int = 0, judge: bool = True, predictions: str = '', test_share: float = 0.1,
+      self, *, source: Any = '', generated: int = 0, repositories: str = '', measured: str = '', items: bool = False, limit: int = 0,
+      interface: str = 'tools', conversation: str = 'chat', stop_strings: Sequence[str] = (), target: str = small_tasks.TARGET,
+      system_prompt: str | None = None, max_turns: int = 300, shell_time_s: float = 60.0, max_output: int = 10_000,
+      test_time_s: float = 900.0, memory_mb: int = 4096, controls: int = 1, backend: str = 'auto', warm: int = 0, judge: bool = True,
+      predictions: str = '', test_share: float = 0.1,
   ):
     for name, value, choices in (
         ('interface', interface, INTERFACES), ('conversation', conversation, base.CONVERSATIONS), ('items', items, (False, True)),
@@ -91,7 +93,8 @@ class SWE(base.Environment):
     if interface == 'tools' and (conversation != 'chat' or stop_strings):
       raise ValueError("conversation='raw' and stop_strings are for interface='reply'; tools are called in a chat.")
     for name, value, low, high in (
-        ('limit', limit, 0, 10**9), ('max_turns', max_turns, 1, 10_000), ('shell_time_s', shell_time_s, 0.1, 86_400.0),
+        ('limit', limit, 0, 10**9), ('generated', generated, 0, 10**6), ('max_turns', max_turns, 1, 10_000),
+        ('shell_time_s', shell_time_s, 0.1, 86_400.0),
         ('max_output', max_output, 200, 10**7), ('memory_mb', memory_mb, 64, 1 << 20), ('warm', warm, 0, 64),
         ('test_share', test_share, 0.001, 0.999)):
       base.check_range(name, value, low, high)
@@ -100,7 +103,9 @@ class SWE(base.Environment):
     self._interface, self._target, self._system = interface, target, system_prompt
     self._max_turns, self._shell_time_s, self._max_output = max_turns, shell_time_s, max_output
     self._judging, self._predictions = judge, predictions
-    self._splits = _splits(_hashable(source), repositories, measured, items, limit, test_share, _stamps(source, measured))
+    completion = interface == 'reply' and conversation == 'raw'
+    self._splits = _splits(
+        _hashable(source, generated), generated, repositories, measured, items, completion, limit, test_share, _stamps(source, measured))
     self._judge = _judge(backend, memory_mb, float(test_time_s), controls)
     self._pool = _pool(backend, memory_mb, warm) if warm else None
     self._lock = threading.Lock()
@@ -112,9 +117,12 @@ class SWE(base.Environment):
 
   def task_sets(self, split: str) -> tuple[base.TaskSet, ...]:
     base.check_split(split)
-    found = self._splits[split]
-    digest = hashlib.sha256(' '.join(i.key for i in found.instances).encode()).hexdigest()[:16]
-    return (base.TaskSet('swe', 0, len(found.instances), None, digest),)
+    sets, start = [], 0
+    for name, part in self._splits[split].parts.items():
+      digest = hashlib.sha256(' '.join(i.key for i in part).encode()).hexdigest()[:16]
+      sets.append(base.TaskSet(name, start, len(part), None, digest))
+      start += len(part)
+    return tuple(sets)
 
   def sample_task(self, index: int, split: str, seed: int) -> base.Task:
     base.check_split(split)
@@ -351,13 +359,17 @@ def steps(old: str, new: str) -> list[tuple[str, str]]:
 
 class _Split:
 
-  def __init__(self, found: Sequence[Instance], measured: Mapping[str, Measured]):
-    usable = [i for i in found if measured.get(i.instance_id, Measured()).usable]
+  def __init__(self, parts: Mapping[str, Sequence[Instance]], measured: Mapping[str, Measured]):
+    fit = lambda found: [i for i in found if measured.get(i.instance_id, Measured()).usable]
+    self.parts = {name: part for name, found in parts.items() if (part := fit(found))}
+    usable = [i for part in self.parts.values() for i in part]
     self.instances = tuple(usable)
     self.by_id = {i.instance_id: (i, measured.get(i.instance_id, Measured())) for i in usable}
 
 
-def _hashable(source: Any) -> Any:
+def _hashable(source: Any, generated: int) -> Any:
+  if source == '' and generated:
+    return ''
   if isinstance(source, Mapping):
     if set(source) != set(base.SPLITS):
       raise ValueError(f"source must be a file, or {{'train': file, 'test': file}}, got {dict(source)!r:.200}.")
@@ -369,7 +381,7 @@ def _hashable(source: Any) -> Any:
 
 def _stamps(source: Any, measured: str) -> tuple[tuple[int, int], ...]:
   """Times and sizes of the files."""
-  paths = [*(source.values() if isinstance(source, Mapping) else [source]), *([measured] if measured else [])]
+  paths = [*(source.values() if isinstance(source, Mapping) else [source] if source else []), *([measured] if measured else [])]
   found = []
   for path in paths:
     if not os.path.isfile(path):
@@ -379,36 +391,41 @@ def _stamps(source: Any, measured: str) -> tuple[tuple[int, int], ...]:
 
 
 @functools.lru_cache(maxsize=16)
-def _splits(source: Any, repositories: str, measured: str, items: bool, limit: int, test_share: float, stamps: Any) -> dict[str, _Split]:
+def _splits(
+    source: Any, generated: int, repositories: str, measured: str, items: bool, completion: bool, limit: int, test_share: float,
+    stamps: Any,
+) -> dict[str, _Split]:
   """The instances of both splits; `stamps` tell the files from what stood in them before."""
   del stamps
   known = load_measured(measured) if measured else {}
-  read = lambda path: _read(path, repositories, items, limit)
+  read = lambda path: _read(path, repositories, items, completion, limit)
+  sides = lambda rows: {split: [i for i in rows if base.split_of(i.instance_id, test_share) == split] for split in base.SPLITS}
   if isinstance(source, tuple):
     found = {split: read(path) for split, path in source}
   else:
-    rows = read(source)
-    found = {split: [i for i in rows if base.split_of(i.instance_id, test_share) == split] for split in base.SPLITS}
-    if len(rows) == 1:
-      found = {split: rows for split in base.SPLITS}  # One instance is tried on in both.
-  splits = {split: _Split(rows, known) for split, rows in found.items()}
+    rows = read(source) if source else []
+    found = {split: rows for split in base.SPLITS} if len(rows) == 1 else sides(rows)  # A single one is tried on in both.
+  made = sides([instances_lib.parse(small_tasks.one_line(n), f'generated {n}') for n in range(generated)])
+  splits = {split: _Split({'source': found[split], 'generated': made[split]}, known) for split in base.SPLITS}
   for split in base.SPLITS:
     if not splits[split].instances:
-      raise ValueError(f'The source {source!r:.200} has no usable instances for the {split} split; give one file of each, or change test_share.')
+      raise ValueError(
+          f'The source {source!r:.200} has no usable instances for the {split} split; give one file of each, or change test_share.')
   return splits
 
 
-def _read(path: str, repositories: str, items: bool, limit: int) -> list[Instance]:
+def _read(path: str, repositories: str, items: bool, completion: bool, limit: int) -> list[Instance]:
   if not items:
     return instances_lib.load(path, repositories=repositories, limit=limit or None)
   found = []
   for number, line in enumerate(pathlib.Path(path).read_text(encoding='utf-8').split('\n'), start=1):
     if line.strip() and (not limit or len(found) < limit):
+      where = f'{path}, line {number}'
       try:
-        found.append(instances_lib.parse(small_tasks.row(json.loads(line)), f'{path}, line {number}'))
+        row = small_tasks.row(json.loads(line), completion=completion)
       except (ValueError, KeyError, TypeError) as error:
-        message = str(error)
-        raise ValueError(message if message.startswith(str(path)) else f'{path}, line {number}: {message}.') from None
+        raise ValueError(f'{where}: {error}.') from None
+      found.append(instances_lib.parse(row, where))
   return found
 
 

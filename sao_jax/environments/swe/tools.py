@@ -40,8 +40,8 @@ def definitions(shell_time_s: float) -> tuple[Mapping[str, Any], ...]:
   return (
       tool('shell', f'Runs a command with bash; the folder and exported variables stay. At most {shell_time_s:g} s, no input, no network.',
            ['command'], command=text),
-      tool('editor', 'Shows and changes files. view: a file with line numbers, or a folder. create: writes file_text to a new file, or over '
-           'an old one. str_replace: old_str, which must stand in the file once, becomes new_str. insert: new_str after line insert_line '
+      tool('editor', 'Shows and changes files. view: a file with line numbers, or a folder. create: writes file_text to a new file, or '
+           'over an old one. str_replace: old_str, which must stand in the file once, becomes new_str. insert: new_str after line insert_line '
            '(0: at the top). undo_edit: takes the last change of the file back.', ['command', 'path'],
            command={'type': 'string', 'enum': list(EDITOR)}, path=text, file_text=text, old_str=text, new_str=text, insert_line=number,
            view_range={'type': 'array', 'items': number}),

@@ -32,8 +32,8 @@ FOLDERS = ('__pycache__', '.pytest_cache', '.hypothesis', '.tox', '.nox', '.git'
 METADATA = ('*.egg-info', '*.dist-info')
 TESTS = ('test_*.py', '*_test.py', 'tests.py')
 RUNNER_MODULES = frozenset((
-    'pytest', '_pytest', 'py', 'pluggy', 'iniconfig', 'packaging', 'exceptiongroup', 'tomli', 'attr', 'attrs', 'pygments', 'colorama', 'six',
-    'xdist', 'execnet', 'coverage', 'hypothesis', 'anyio', 'more_itertools', 'wcwidth', 'importlib_metadata', 'zipp', 'pkg_resources',
+    'pytest', '_pytest', 'py', 'pluggy', 'iniconfig', 'packaging', 'exceptiongroup', 'tomli', 'attr', 'attrs', 'pygments', 'colorama',
+    'six', 'xdist', 'execnet', 'coverage', 'hypothesis', 'anyio', 'more_itertools', 'wcwidth', 'importlib_metadata', 'zipp', 'pkg_resources',
     'setuptools', '_virtualenv', 'typing_extensions', 'nose', 'pathlib2', 'atomicwrites', 'funcsigs', 'distutils'))
 _MODULE_END = re.compile(r'\.(?:py|pyw|pyi|so|pyd|[\w-]+\.so)$')
 
@@ -145,7 +145,12 @@ class Trusted:
         dropped[path] = f'it would be imported as {name}'
       else:
         change[path] = entry
-    for path in [p for p, e in change.items() if e is not None]:  # A file where the prediction leaves a folder, or below one that is a file.
+    left = [path for path in self._base.manifest if path not in change]
+    kept = {folder for path in left for folder in _above(path)}
+    for path in [p for p, e in change.items() if e is not None and p in kept]:
+      del change[path]
+      dropped[path] = 'it stands where a folder is'
+    for path in [p for p, e in change.items() if e is not None]:
       above = next((a for a in _above(path) if change.get(a) is not None or a in self._base.manifest and a not in change), None)
       if above is not None:
         del change[path]

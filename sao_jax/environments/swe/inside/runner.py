@@ -250,7 +250,6 @@ def tests(write, settings):
   with os.fdopen(settings, 'rb') as file:
     request = json.loads(file.read().decode())
   channel = Channel(write, request.pop('key'))
-  os.environ['PWD'] = request['root']
   roots = [os.path.normpath(os.path.join(request['root'], p)) for p in request['python_path']]
   sys.path[:0] = request['site']
   if request['kind'] == 'unittest':
@@ -431,7 +430,7 @@ def pytest_configure(config):
   if 'SWE_OBSERVER' in os.environ and not getattr(config, '_swe_observed', False):
     import pytest
     config._swe_observed = True
-    config.pluginmanager.register(pytest_observer(pytest, Channel(int(os.environ['SWE_OBSERVER'])), {'ids': []}), 'swe_reports')
+    config.pluginmanager.register(pytest_observer(pytest, Channel(int(os.environ.get('SWE_OBSERVER'))), {'ids': []}), 'swe_reports')
 
 
 if __name__ == '__main__':
