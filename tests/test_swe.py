@@ -158,7 +158,6 @@ def test_what_git_writes_is_read(tmp_path):
   git(tmp_path, 'commit', '-qm', 'x')
   (tmp_path / 'c.txt').unlink()
   lay_out(tmp_path, after(old, new))
-  (tmp_path / 'c.txt').unlink()
   os.symlink('b.txt', tmp_path / 'link')
   git(tmp_path, 'add', '-A')
   patch = git(tmp_path, 'diff', '--binary', '-M', '-C', '--cached').stdout
@@ -350,7 +349,7 @@ def test_the_editor(toolbox):
     assert edit('undo_edit', 'new/e.txt')[1]
   assert edit('view', 'new/e.txt')[0].split()[1::2] == ['one', 'two', 'one']
   assert edit('undo_edit', 'new/e.txt')[0] == 'new/e.txt is deleted: it was new' and not edit('undo_edit', 'new/e.txt')[1]
-  assert '/work/repo/calc.py' in edit('view', '.')[0]
+  assert edit('view', '.')[0].split()[:1] == ['./calc.py'] and edit('view', 'new') == ('(the folder is empty)', True)
 
 
 @pytest.mark.parametrize('arguments, message', [
@@ -378,7 +377,7 @@ def test_steps_lead_from_one_text_to_the_other(seed):
   new = text = ''.join(lines)
   text = old
   for before, becomes in environment.steps(old, new):
-    assert text.count(before) == 1
+    assert tools._places(text, before, 2) == [text.index(before)]
     text = text.replace(before, becomes)
   assert text == new
 
@@ -555,7 +554,7 @@ def test_predictions_go_in_and_out_and_grading_resumes(tmp_path):
 
 
 @pytest.mark.parametrize('text, message', [
-    ('{"a": 1}\nx', 'line 2'), ('[1]', 'must be an object'), ('{"instance_id": "b", "model_patch": 3}', 'model_patch must be'),
+    ('{"instance_id": "fixture__flat-1"}\nx', 'line 2'), ('[1]', 'must be an object'), ('{"instance_id": "b", "model_patch": 3}', 'model_patch must be'),
     ('{"instance_id": "b", "model_patch": ""}', 'holds no prediction for any'),
     ('[{"instance_id": "fixture__flat-1"}, {"instance_id": "fixture__flat-1"}]', 'two predictions')])
 def test_predictions_that_are_none(tmp_path, text, message):

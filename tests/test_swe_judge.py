@@ -11,7 +11,8 @@ from sao_jax.environments.swe.judge import Judge, Measured, RepositoryFailure, c
 import swe_cheats
 import swe_fixtures
 
-SLOW_SHAPES = ('the_runner', 'slow', 'shortened', 'several_files', 'moved', 'unicode', 'package_data', 'unstable')
+SLOW_SHAPES = ('the_runner', 'slow', 'shortened', 'several_files', 'moved', 'unicode', 'package_data', 'unstable', 'in_class',
+               'src_layout')
 QUICK_CHEATS = (  # One of each kind; the others are slow tests only because they are many.
     'edits_the_tests', 'hooks_in_conftest', 'sitecustomize', 'parts_of_pytest', 'an_entry_point', 'leaves_at_import', 'prints_and_leaves',
     'changes_the_report', 'a_plugin_found_in_memory', 'the_reporter_and_its_key', 'equal_to_everything', 'ends_the_controller',

@@ -341,7 +341,8 @@ def steps(old: str, new: str) -> list[tuple[str, str]]:
     before = after = 0
     while True:
       piece = ''.join(done[len(done) - before:] + a[i:j + after])
-      if piece and current.count(piece) == 1 and (before + after or j > i):
+      start = len(''.join(done[:len(done) - before]))
+      if piece and current.find(piece) == start and current.find(piece, start + 1) < 0:
         break
       if before >= len(done) and j + after >= len(a):
         break

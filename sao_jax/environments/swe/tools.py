@@ -40,8 +40,8 @@ def definitions(shell_time_s: float) -> tuple[Mapping[str, Any], ...]:
   return (
       tool('shell', f'Runs a command with bash; the folder and exported variables stay. At most {shell_time_s:g} s, no input, no network.',
            ['command'], command=text),
-      tool('editor', 'Shows and changes files. view: a file with line numbers, or a folder. create: writes file_text to a new file, or '
-           'over an old one. str_replace: old_str, which must stand in the file once, becomes new_str. insert: new_str after line insert_line '
+      tool('editor', 'Shows and changes files. view: a file with line numbers, or a folder. create: writes file_text to a file, new or '
+           'not. str_replace: old_str, which must stand in the file once, becomes new_str. insert: new_str after line insert_line '
            '(0: at the top). undo_edit: takes the last change of the file back.', ['command', 'path'],
            command={'type': 'string', 'enum': list(EDITOR)}, path=text, file_text=text, old_str=text, new_str=text, insert_line=number,
            view_range={'type': 'array', 'items': number}),
@@ -123,6 +123,9 @@ class Toolbox:
       raise Mistake(f'{path} lies outside of {self._repo_path}; give a path in it, or one relative to it')
     return full
 
+  def _run(self, *argv: str) -> sandbox.Result:
+    return self._box.run(argv, cwd=repository.ROOT, time_s=self._time_s)
+
   def _read(self, full: str, path: str) -> str:
     data = self._box.read(full, max_bytes=MAX_FILE)
     try:
@@ -136,7 +139,7 @@ class Toolbox:
     except sandbox.PathError:
       before = None
     mode = 0o644
-    if before is not None and self._box.run(['test', '-x', full]).exit_code == 0:
+    if before is not None and self._run('test', '-x', _relative(full)).exit_code == 0:
       mode = 0o755
     self._box.write(full, text.encode('utf-8', 'replace'), mode=mode)
     self._undo.append((full, before))
@@ -144,12 +147,10 @@ class Toolbox:
       self._undo.pop(0)
 
   def _view(self, full: str, path: str, view_range: list[int] | None = None) -> str:
-    listing = self._box.run(
-        ['find', full, '-maxdepth', '2', '-not', '-path', '*/.*', '-not', '-name', '__pycache__'] if self._box.backend != 'plain' else
-        ['find', '.', '-maxdepth', '2'], cwd=full if self._box.backend == 'plain' else '/work')
-    first = listing.stdout.split(b'\n', 1)
-    if listing.ok and len(first) > 1 and (first[1] or self._box.run(['test', '-d', full]).exit_code == 0):
-      return '\n'.join(sorted(listing.stdout.decode('utf-8', 'replace').splitlines()))
+    if self._run('stat', '-c', '%F', '--', _relative(full)).stdout.strip() == b'directory':
+      listing = self._run(
+          'find', _relative(full), '-mindepth', '1', '-maxdepth', '2', '-not', '-path', '*/.[!/]*', '-not', '-name', '__pycache__')
+      return '\n'.join(sorted(listing.stdout.decode('utf-8', 'replace').splitlines())) or '(the folder is empty)'
     lines = self._read(full, path).split('\n')
     if lines[-1] == '':
       lines.pop()
@@ -173,15 +174,16 @@ class Toolbox:
     text = self._read(full, path)
     if not old_str:
       raise Mistake('old_str is empty; use insert')
-    count = text.count(old_str)
-    if count == 0:
+    places = _places(text, old_str, 20)
+    if not places:
       raise Mistake(f'old_str does not stand in {path}; it must be the same to the last blank')
-    if count > 1:
-      lines = [text.count('\n', 0, i) + 1 for i in _places(text, old_str, 20)]
-      raise Mistake(f'old_str stands {count} times in {path} (lines {", ".join(map(str, lines))}); give more lines around it')
+    if len(places) > 1:
+      lines = [text.count('\n', 0, i) + 1 for i in places]
+      many = f'{len(places)}' if len(places) < 20 else '20 or more'
+      raise Mistake(f'old_str stands {many} times in {path} (lines {", ".join(map(str, lines))}); give more lines around it')
     if old_str == new_str:
       raise Mistake('new_str is the same as old_str')
-    place = text.index(old_str)
+    place = places[0]
     self._write(full, text[:place] + new_str + text[place + len(old_str):])
     return f'{path} is changed:\n' + _around(text[:place] + new_str + text[place + len(old_str):], place, place + len(new_str))
 
@@ -203,10 +205,16 @@ class Toolbox:
       raise Mistake(f'there is no change of {path} by the editor to take back')
     _, before = self._undo.pop(index)
     if before is None:
-      self._box.run(['rm', '-f', '--', full])
+      self._run('rm', '-f', '--', _relative(full))
       return f'{path} is deleted: it was new'
-    self._box.write(full, before)
+    self._box.write(full, before, mode=0o755 if self._run('test', '-x', _relative(full)).exit_code == 0 else 0o644)
     return f'{path} is as it was before the last change'
+
+
+def _relative(full: str) -> str:
+  """The path from the repository: a box without isolation has its work folder elsewhere."""
+  inner = posixpath.relpath(full, repository.ROOT)
+  return inner if inner.startswith('.') else './' + inner
 
 
 def _places(text: str, part: str, most: int) -> list[int]:
