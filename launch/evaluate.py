@@ -59,13 +59,15 @@ REPOSITORIES = flags.DEFINE_string('repositories', None, 'Folder of the reposito
 TEST_TIME_S = flags.DEFINE_float('test_time_s', 1800.0, 'Of one run of the tests of an instance.', lower_bound=1.0)
 CONTROLS = flags.DEFINE_integer('controls', 1, 'Control runs of a prediction that passes.', lower_bound=0, upper_bound=16)
 MAX_TURNS = flags.DEFINE_integer('max_turns', 300, 'Turns of an episode of the benchmark swe.', lower_bound=1)
+EPISODE_TOKENS = flags.DEFINE_integer(
+    'episode_tokens', None, 'Tokens of an episode of the benchmark swe; default: what the model was made for.', lower_bound=64)
 WORKERS = flags.DEFINE_integer('workers', 2, 'Instances of the benchmark swe that are graded at once.', lower_bound=1)
 TEMPERATURE = flags.DEFINE_float('temperature', 1.0, 'Of the sampled evaluation; for a benchmark also 0, greedy.', lower_bound=0.0)
 TOP_P = flags.DEFINE_float('top_p', 1.0, 'Of the sampled evaluation; 1 for the whole distribution.')
 TOP_K = flags.DEFINE_integer('top_k', 0, 'Of the sampled evaluation; 0 for the whole distribution.')
 
 SWE = 'swe'
-SWE_FLAGS = {'predictions', 'measure', 'measured', 'repeats', 'repositories', 'test_time_s', 'controls', 'max_turns', 'workers'}
+SWE_FLAGS = {'predictions', 'measure', 'measured', 'repeats', 'repositories', 'test_time_s', 'controls', 'max_turns', 'workers', 'episode_tokens'}
 
 
 def check_flags() -> None:
@@ -219,7 +221,7 @@ def run_swe(settings) -> dict:
     return swe_run.grade(found, swe_run.read_predictions(PREDICTIONS.value, found), request, output, on_progress=progress)
   return swe_run.evaluate_policy(
       config, found, request, workdir=WORKDIR.value, step=CHECKPOINT.value, output=output, max_turns=MAX_TURNS.value,
-      max_turn_tokens=MAX_TOKENS.value, model_name=pathlib.Path(name).name, on_progress=progress)
+      max_turn_tokens=MAX_TOKENS.value, max_tokens=EPISODE_TOKENS.value, temperature=TEMPERATURE.value, model_name=pathlib.Path(name).name, on_progress=progress)
 
 
 def swe_table(found: dict) -> str:

@@ -34,6 +34,7 @@ from sao_jax.environments.swe.judge import Judge, Measured, Verdict
 from sao_jax.evaluation import ListFlow, run_list, wilson_interval
 
 PSEUDO = ('gold', 'empty')
+LONGEST = 32768  # Tokens of an episode, unless more are asked for.
 Progress = Callable[[str, int, int], None]
 
 
@@ -292,15 +293,16 @@ class EpisodeFlow(ListFlow):
 
 def evaluate_policy(
     config: Config, instances: Sequence[Instance], request: Request, *, workdir: str | None, step: int | None, output: str,
-    max_turns: int, max_turn_tokens: int, model_name: str, on_progress: Progress = lambda *_: None,
+    max_turns: int, max_turn_tokens: int, max_tokens: int | None, temperature: float, model_name: str, on_progress: Progress = lambda *_: None,
 ) -> dict[str, Any]:
   """Lets a policy work on the instances that have no episode yet, then grades all.
 
   Args:
-    config: settings of the model and the sampler; `learner.lengths`' last one, or the model's own limit, bounds an episode.
+    config: settings of the model and the sampler.
     workdir: folder of a run whose checkpoint is evaluated; None for the weights that `config` names.
     step: number of the checkpoint; None for the newest.
-    max_turns, max_turn_tokens: of an episode.
+    max_turns, max_turn_tokens, max_tokens: of an episode; None for what the model was made for, at most `LONGEST`.
+    temperature: of the sampling; 0 for greedy.
     model_name: in the predictions.
 
   Returns: as `grade`. Raises as `grade`, and RuntimeError where too many episodes are lost.
@@ -311,15 +313,15 @@ def evaluate_policy(
     step = evaluate_run.checkpoint_step(pathlib.Path(workdir), step)
   folder = pathlib.Path(output)
   settings = _settings(instances, request, policy={'model': model_name, 'checkpoint': step}, max_turns=max_turns,
-                       max_turn_tokens=max_turn_tokens, temperature=config.sampler.temperature, seed=config.evaluation.seed)
+                       max_turn_tokens=max_turn_tokens, max_tokens=max_tokens, temperature=temperature, seed=config.evaluation.seed)
   with _held(folder, settings):
     episodes = folder / 'episodes'
     todo = [n for n, i in enumerate(instances) if not (episodes / f'{i.instance_id}.json').exists()]
     if todo:
-      fitted = _fitted(config, request, str(episodes), max_turns, max_turn_tokens)
+      fitted = _fitted(config, request, str(episodes), max_turns, max_turn_tokens, max_tokens)
       with evaluate_run.opened(fitted, workdir) as parts:
         _, policy = evaluate_run.policy_of(parts, step)
-        _roll_out(parts, policy, [(n, Task(n, 'test', 0, {'instance_id': instances[n].instance_id})) for n in todo], on_progress)
+        _roll_out(parts, policy, temperature, [(n, Task(n, 'test', 0, {'instance_id': instances[n].instance_id})) for n in todo], on_progress)
     predictions = {}
     for instance in instances:
       with contextlib.suppress(FileNotFoundError):
@@ -329,23 +331,30 @@ def evaluate_policy(
     return _grade(folder, instances, predictions, request, _judge(request), on_progress)
 
 
-def _fitted(config: Config, request: Request, episodes: str, max_turns: int, max_turn_tokens: int) -> Config:
+def _fitted(config: Config, request: Request, episodes: str, max_turns: int, max_turn_tokens: int, max_tokens: int | None) -> Config:
   """The settings with the task 'swe', which writes predictions and judges nothing; nothing is trained."""
-  total = max(config.learner.lengths)
+  from sao_jax.models import pretrained
+
+  context = pretrained.resolve_config(config.model).max_length
+  total = min(max_tokens or LONGEST, context)
   fitted = dataclasses.replace(
       config,
       task=dataclasses.replace(
-          config.task, name='swe', max_turns=max_turns + 1, max_turn_tokens=min(max_turn_tokens, total - 1), max_tokens=total,
+          config.task, name='swe', max_segments=max(8, config.task.max_segments), max_turns=max_turns + 1, max_turn_tokens=min(max_turn_tokens, total - 1), max_tokens=total,
           time_limit_s=7 * 24 * 3600.0, step_timeout_s=1200.0, settings={
               'source': {'train': request.source, 'test': request.source}, 'repositories': request.repositories,
               'max_turns': max_turns, 'judge': False, 'predictions': episodes, 'limit': request.limit or 0}),
+      sampler=dataclasses.replace(
+          config.sampler, sessions=config.sampler.slots, pages=0, prefill_lengths=tuple(sorted({min(64, total), min(512, total)})),
+          prefill_rows=tuple(sorted({min(4, config.sampler.slots), min(16, config.sampler.slots)})), cache_lengths=()),
+      learner=dataclasses.replace(config.learner, lengths=(total,)),
       sft=dataclasses.replace(config.sft, steps=0), value_pretrain=dataclasses.replace(config.value_pretrain, rollouts=0),
       rl=dataclasses.replace(config.rl, policy_steps=0))
   settings_lib.check(fitted)
   return fitted
 
 
-def _roll_out(parts: Any, policy: Any, prompts: Sequence[tuple[int, Task]], on_progress: Progress) -> None:
+def _roll_out(parts: Any, policy: Any, temperature: float, prompts: Sequence[tuple[int, Task]], on_progress: Progress) -> None:
   from sao_jax.types import ParamSnapshot
   from sao_jax.workers import EnvironmentPool
 
@@ -353,7 +362,7 @@ def _roll_out(parts: Any, policy: Any, prompts: Sequence[tuple[int, Task]], on_p
   seed = parts.config.evaluation.seed
   snapshot = ParamSnapshot(0, parts.convert(policy))
   sampler = parts.make_sampler(snapshot, seed=seed)
-  sampler.reset(snapshot, seed=seed, temperature=parts.config.sampler.temperature)
+  sampler.reset(snapshot, seed=seed, temperature=temperature)
   pool = EnvironmentPool(parts.config.task.workers, parts.config.task.step_timeout_s)
   try:
     run_list(parts.make_engine(sampler, pool, flow, time.monotonic), flow, on_progress=lambda done: on_progress('swe', done, len(prompts)))

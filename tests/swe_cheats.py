@@ -3,7 +3,7 @@
 `CHEATS` are for `swe_fixtures.flat`, the others for the fixtures with unittest, with a command of their own, and with a log.
 """
 
-import swe_fixtures
+from tests import swe_fixtures
 
 CALC = swe_fixtures.clean(swe_fixtures.FLAT['calc.py'])
 ROMAN = swe_fixtures.UNITTEST['roman/__init__.py']

@@ -15,7 +15,7 @@ from sao_jax.environments.swe import environment, instances, patches, repository
 from sao_jax.environments.swe.judge import Judge
 from sao_jax.environments.swe.patches import Entry
 from sao_jax.tool_calls import ToolCall, ToolCallError
-import swe_fixtures
+from tests import swe_fixtures
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -583,3 +583,34 @@ def test_the_command_measures_and_grades(tmp_path):
   assert f'resolved {resolved} of 2' in graded.stderr
   wrong = run('--predictions=gold', '--num_samples=2')
   assert wrong.returncode == 1 and '--num_samples is not for' in wrong.stderr
+
+
+@pytest.mark.slow
+def test_a_policy_makes_predictions_that_are_graded(tmp_path):
+  """A random model calls no tool; after its turns the repository is taken as it is, and the whole goes on where it was stopped."""
+  import jax
+
+  from sao_jax import config as settings
+  from sao_jax.config import ModelConfig
+  from sao_jax.models import pretrained, transformer
+  from tests import tokenizer_factory
+
+  tokenizer = tokenizer_factory.chatml()
+  model = ModelConfig(
+      vocab_size=tokenizer.vocab_size + 5, embed_dim=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, mlp_dim=64, max_length=4096)
+  params = jax.jit(lambda key: transformer.init(transformer.Policy, model, key))(jax.random.key(0))
+  pretrained.save_params(tmp_path / 'tiny', model, params, tokenizer)
+  values = settings.default_dict()
+  values['model'] |= {'pretrained': str(tmp_path / 'tiny'), 'tokenizer': 'pretrained'}
+  values['sampler'] |= {'slots': 2, 'sessions': 2}
+  rows = [swe_fixtures.flat()[0], swe_fixtures.with_unittest()[0]]
+  path = str(swe_fixtures.write_rows(tmp_path / 'rows.jsonl', rows))
+  found = instances.load(path)
+  evaluate = lambda: swe_run.evaluate_policy(
+      settings.from_dict(values), found, swe_run.Request(source=path), workdir=None, step=None, output=str(tmp_path / 'out'), max_turns=2,
+      max_turn_tokens=8, max_tokens=None, temperature=1.0, model_name='tiny')
+  report = evaluate()
+  assert report['empty_patch_instances'] == 2 and report['resolved_instances'] == 0 and report['submitted_instances'] == 2
+  episode = tmp_path / 'out' / 'episodes' / f'{found[1].instance_id}.json'
+  episode.write_text(json.dumps({'instance_id': found[1].instance_id, 'model_patch': found[1].patch}))
+  assert evaluate()['resolved_ids'] == [found[1].instance_id]

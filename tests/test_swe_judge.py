@@ -8,8 +8,7 @@ import pytest
 from sao_jax import sandbox
 from sao_jax.environments.swe import controls, instances, patches
 from sao_jax.environments.swe.judge import Judge, Measured, RepositoryFailure, command_of, outcomes
-import swe_cheats
-import swe_fixtures
+from tests import swe_cheats, swe_fixtures
 
 SLOW_SHAPES = ('the_runner', 'slow', 'shortened', 'several_files', 'moved', 'unicode', 'package_data', 'unstable', 'in_class',
                'src_layout')

@@ -38,6 +38,8 @@ KNOWN = {  # What the published form leaves to its harness, for repositories wit
         'runner': 'command', 'log_format': 'sympy',
         'test_command': "PYTHONWARNINGS='ignore::UserWarning,ignore::SyntaxWarning' bin/test -C --verbose {files}"},
 }
+PUBLISHED_IMAGES = re.compile(r'(?:^|/)(?:sweb\.eval|swebench)\b')  # Their Python lies in an environment of conda.
+CONDA = '/opt/miniconda3/envs/testbed/bin'
 _ID = re.compile(r'[A-Za-z0-9][A-Za-z0-9_.+-]*')
 _COMMIT = re.compile(r'[0-9A-Za-z][0-9A-Za-z._/~^-]*')
 
@@ -162,10 +164,14 @@ def _parsed(row: Mapping[str, Any], folder: pathlib.Path, repositories: str) -> 
   keep = tuple(test for test in dict.fromkeys(keep) if test not in set(fail))
   if not repo_path.startswith('/') or '..' in repo_path.split('/'):
     raise ValueError(f'repo_path must be an absolute path, got {repo_path!r}')
+  env = _strings(row, 'env')
+  if PUBLISHED_IMAGES.search(optional['image']):
+    optional['python'] = optional['python'] or f'{CONDA}/python'
+    env = {'PATH': f'{CONDA}:/opt/miniconda3/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin', **env}
   optional['path'] = _located(optional, files, folder, repositories)
   return Instance(
       **texts, **optional, fail_to_pass=tuple(dict.fromkeys(fail)), pass_to_pass=keep, version=str(version), files=files, runner=runner,
-      python_path=python_path, env=_strings(row, 'env'), trusted=_list(row, 'trusted') if 'trusted' in row else (), repo_path=repo_path)
+      python_path=python_path, env=env, trusted=_list(row, 'trusted') if 'trusted' in row else (), repo_path=repo_path)
 
 
 def _text(row: Mapping[str, Any], name: str, *, needed: bool = True) -> str:
