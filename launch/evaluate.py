@@ -67,7 +67,8 @@ TOP_P = flags.DEFINE_float('top_p', 1.0, 'Of the sampled evaluation; 1 for the w
 TOP_K = flags.DEFINE_integer('top_k', 0, 'Of the sampled evaluation; 0 for the whole distribution.')
 
 SWE = 'swe'
-SWE_FLAGS = {'predictions', 'measure', 'measured', 'repeats', 'repositories', 'test_time_s', 'controls', 'max_turns', 'workers', 'episode_tokens'}
+SWE_FLAGS = {
+    'predictions', 'measure', 'measured', 'repeats', 'repositories', 'test_time_s', 'controls', 'max_turns', 'workers', 'episode_tokens'}
 
 
 def check_flags() -> None:
@@ -221,7 +222,8 @@ def run_swe(settings) -> dict:
     return swe_run.grade(found, swe_run.read_predictions(PREDICTIONS.value, found), request, output, on_progress=progress)
   return swe_run.evaluate_policy(
       config, found, request, workdir=WORKDIR.value, step=CHECKPOINT.value, output=output, max_turns=MAX_TURNS.value,
-      max_turn_tokens=MAX_TOKENS.value, max_tokens=EPISODE_TOKENS.value, temperature=TEMPERATURE.value, model_name=pathlib.Path(name).name, on_progress=progress)
+      max_turn_tokens=MAX_TOKENS.value, max_tokens=EPISODE_TOKENS.value, temperature=TEMPERATURE.value,
+      model_name=pathlib.Path(name).name, on_progress=progress)
 
 
 def swe_table(found: dict) -> str:
@@ -231,7 +233,8 @@ def swe_table(found: dict) -> str:
     return (f'{found["instances"]} instances: {found["usable"]} usable, {found["tests_left_out"]} tests left out, lost: {lost}\n'
             f'written to {found["output"]}')
   share = '-' if found['resolved_share'] is None else f'{found["resolved_share"]:.3f}'
-  return (f'resolved {found["resolved_instances"]} of {found["judged"]} ({share}) [{found["resolved_low"]:.3f}, {found["resolved_high"]:.3f}]\n'
+  interval = f'[{found["resolved_low"]:.3f}, {found["resolved_high"]:.3f}]'
+  return (f'resolved {found["resolved_instances"]} of {found["judged"]} ({share}) {interval}\n'
           f'verdicts: {", ".join(f"{k} {v}" for k, v in found["reasons"].items()) or "none"}; unusable {found["unusable_instances"]}, '
           f'lost to failures {found["error_instances"]}\nwritten to {found["output"]}')
 

@@ -293,7 +293,8 @@ class EpisodeFlow(ListFlow):
 
 def evaluate_policy(
     config: Config, instances: Sequence[Instance], request: Request, *, workdir: str | None, step: int | None, output: str,
-    max_turns: int, max_turn_tokens: int, max_tokens: int | None, temperature: float, model_name: str, on_progress: Progress = lambda *_: None,
+    max_turns: int, max_turn_tokens: int, max_tokens: int | None, temperature: float, model_name: str,
+    on_progress: Progress = lambda *_: None,
 ) -> dict[str, Any]:
   """Lets a policy work on the instances that have no episode yet, then grades all.
 
@@ -321,7 +322,8 @@ def evaluate_policy(
       fitted = _fitted(config, request, str(episodes), max_turns, max_turn_tokens, max_tokens)
       with evaluate_run.opened(fitted, workdir) as parts:
         _, policy = evaluate_run.policy_of(parts, step)
-        _roll_out(parts, policy, temperature, [(n, Task(n, 'test', 0, {'instance_id': instances[n].instance_id})) for n in todo], on_progress)
+        prompts = [(n, Task(n, 'test', 0, {'instance_id': instances[n].instance_id})) for n in todo]
+        _roll_out(parts, policy, temperature, prompts, on_progress)
     predictions = {}
     for instance in instances:
       with contextlib.suppress(FileNotFoundError):
@@ -340,7 +342,8 @@ def _fitted(config: Config, request: Request, episodes: str, max_turns: int, max
   fitted = dataclasses.replace(
       config,
       task=dataclasses.replace(
-          config.task, name='swe', max_segments=max(8, config.task.max_segments), max_turns=max_turns + 1, max_turn_tokens=min(max_turn_tokens, total - 1), max_tokens=total,
+          config.task, name='swe', max_segments=max(8, config.task.max_segments), max_turns=max_turns + 1,
+          max_turn_tokens=min(max_turn_tokens, total - 1), max_tokens=total,
           time_limit_s=7 * 24 * 3600.0, step_timeout_s=1200.0, settings={
               'source': {'train': request.source, 'test': request.source}, 'repositories': request.repositories,
               'max_turns': max_turns, 'judge': False, 'predictions': episodes, 'limit': request.limit or 0}),

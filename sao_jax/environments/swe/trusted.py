@@ -33,8 +33,8 @@ METADATA = ('*.egg-info', '*.dist-info')
 TESTS = ('test_*.py', '*_test.py', 'tests.py')
 RUNNER_MODULES = frozenset((
     'pytest', '_pytest', 'py', 'pluggy', 'iniconfig', 'packaging', 'exceptiongroup', 'tomli', 'attr', 'attrs', 'pygments', 'colorama',
-    'six', 'xdist', 'execnet', 'coverage', 'hypothesis', 'anyio', 'more_itertools', 'wcwidth', 'importlib_metadata', 'zipp', 'pkg_resources',
-    'setuptools', '_virtualenv', 'typing_extensions', 'nose', 'pathlib2', 'atomicwrites', 'funcsigs', 'distutils'))
+    'six', 'xdist', 'execnet', 'coverage', 'hypothesis', 'anyio', 'more_itertools', 'wcwidth', 'importlib_metadata', 'zipp',
+    'pkg_resources', 'setuptools', '_virtualenv', 'typing_extensions', 'nose', 'pathlib2', 'atomicwrites', 'funcsigs', 'distutils'))
 _MODULE_END = re.compile(r'\.(?:py|pyw|pyi|so|pyd|[\w-]+\.so)$')
 
 
