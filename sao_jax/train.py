@@ -104,10 +104,13 @@ def start(parts: Parts) -> Run:
 
 
 def refuse_lost_checkpoints(parts: Parts) -> None:
-  """Raises ValueError where there is no checkpoint, though the run has come so far that there must have been one."""
+  """Raises ValueError where there is no checkpoint, though the run has come so far that there must have been one.
+
+  A save ends the one before it first, and follows the metrics of its step: with those of a step after the second save, the first is whole.
+  """
   ledger, metrics = parts.workdir / 'ledger.jsonl', parts.workdir / 'metrics.jsonl'
   last = max((row['step'] for row in read_rows(metrics)), default=0) if metrics.exists() else 0
-  if last >= 2 * parts.config.checkpoint.every or (ledger.exists() and read_rows(ledger)):
+  if last > 2 * parts.config.checkpoint.every or (ledger.exists() and read_rows(ledger)):
     raise ValueError(
         f'{parts.workdir} holds {last} steps of a run, but its checkpoints are gone; restore {parts.workdir / "checkpoints"}, or use '
         'another --workdir.')

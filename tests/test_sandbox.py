@@ -456,6 +456,27 @@ def test_a_pool_gives_every_box_once():
     pool.take()
 
 
+def test_boxes_are_not_taken_faster_than_they_are_ended():
+  """Of boxes that are slow to end only a few wait for it, however many come and go."""
+  alive = set()
+
+  class SlowBox:
+    def __init__(self):
+      alive.add(self)
+
+    def close(self):
+      time.sleep(0.02)
+      alive.discard(self)
+
+  with sandbox.Pool(SlowBox, size=2) as pool:
+    most = 0
+    for _ in range(40):
+      box = pool.take()
+      most = max(most, len(alive))
+      pool.give_back(box)
+  assert not alive and most <= 2 + 2 + 3, most  # Ready, waiting to be ended, and in the hands of three threads.
+
+
 def test_a_pool_without_boxes_tells_why():
   def make():
     raise sandbox.Unavailable('none here')

@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 import time
+import types
 
 import jax
 import numpy as np
@@ -430,6 +431,18 @@ def test_a_workdir_that_lost_files_is_not_resumed(interrupted, tmp_path, monkeyp
   harm(tmp_path / 'run')
   with pytest.raises(ValueError, match=words):
     run(tmp_path / 'run', monkeypatch)
+
+
+def test_a_run_that_was_killed_before_a_checkpoint_was_whole_is_no_lost_one(tmp_path):
+  """Steps 3 and 6 begin to save; the first save is whole when the second returns, before step 7."""
+  parts = types.SimpleNamespace(workdir=tmp_path, config=tiny_config(checkpoint__every=3))
+  train.refuse_lost_checkpoints(parts)
+  rows = [json.dumps({'step': step}) + '\n' for step in range(1, 8)]
+  (tmp_path / 'metrics.jsonl').write_text(''.join(rows[:6]))
+  train.refuse_lost_checkpoints(parts)
+  (tmp_path / 'metrics.jsonl').write_text(''.join(rows))
+  with pytest.raises(ValueError, match='holds 7 steps of a run, but its checkpoints are gone'):
+    train.refuse_lost_checkpoints(parts)
 
 
 @pytest.fixture(scope='module')

@@ -51,10 +51,11 @@ class Pool:
     raise base.SandboxError('The pool of boxes is closed.')
 
   def give_back(self, box: Box) -> None:
-    """Ends a box that was taken; in the pool's own thread, so this takes no time."""
+    """Ends a box that was taken: in the pool's own thread, which takes no time, or here where that thread is behind with `size` boxes, so
+    that boxes are not taken faster than they are ended."""
     with self._condition:
       self._taken.discard(box)
-      if not self._closed and self._thread is not None:
+      if not self._closed and self._thread is not None and len(self._used) < self._size:
         self._used.append(box)
         self._condition.notify_all()
         return
