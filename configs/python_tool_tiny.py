@@ -37,7 +37,7 @@ def get_config() -> ConfigDict:
 
   config.sft.steps = 700
   config.sft.batch_size = 16
-  config.sft.demonstrations = 700 * 16  # None is seen twice.
+  config.sft.demonstrations = 3000  # Each is played in a box of its own.
   config.sft.optimizer.learning_rate = 3e-3
   config.sft.optimizer.schedule = 'cosine'
   config.sft.optimizer.warmup_steps = 30

@@ -69,11 +69,11 @@ def wait(descriptor, event, deadline):
   poll = select.poll()
   poll.register(descriptor, event)
   while True:
-    left = None if deadline is None else deadline - time.monotonic()
-    if left is not None and left <= 0:
-      raise WireError('no answer in time')
-    if poll.poll(None if left is None else min(left, 60.0) * 1000 + 1):
+    left = 60.0 if deadline is None else deadline - time.monotonic()
+    if poll.poll(max(0.05, min(left, 60.0)) * 1000 + 1):  # Looked at once more after the deadline: the clock may have jumped.
       return
+    if left <= 0:
+      raise WireError('no answer in time')
 
 
 def _read(descriptor, count, deadline, start=False):
