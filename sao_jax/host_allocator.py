@@ -1,8 +1,8 @@
 """Memory of compiled programs on the CPU, kept between calls. Standard library only.
 
-Every call of a compiled program takes one block for its intermediate values, hundreds of megabytes for a training step, and gives it back at
-its end. By default the C library gives such blocks back to the system, so each step pays for half a million page faults and for zeroing
-two gigabytes: a quarter of a step on some machines. `keep_freed_memory` has it keep them, and asks for huge pages.
+Every call of a compiled program takes one block for its intermediate values, hundreds of megabytes for a training step, and gives it back
+at its end. By default the C library gives such blocks back to the system, so each step pays for half a million page faults and for zeroing
+two gigabytes: up to a quarter of a step. `keep_freed_memory` has it keep them, and asks for huge pages.
 """
 
 from __future__ import annotations

@@ -124,8 +124,11 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, state: Any = None
 
 @jax.custom_vjp
 def _dense(q: jax.Array, k: jax.Array, v: jax.Array, selected: jax.Array | None) -> jax.Array:
-  """Attention [B, K, G*T, e] of q [B, K, G*T, d] to k [B, K, T, d] and v [B, K, T, e]; each query sees `selected` bool[B, T, T], or all keys
-  up to its own position. The gradient takes the sum over keys that softmax needs from the output, a T-th of the work."""
+  """Attention [B, K, G*T, e] of q [B, K, G*T, d] to k [B, K, T, d] and v [B, K, T, e].
+
+  Each query sees `selected` bool[B, T, T], or all keys up to its own position. The gradient takes the sum over keys that softmax needs from
+  the output, a T-th of the work.
+  """
   return _dense_forward(q, k, v, selected)[0]
 
 
