@@ -38,9 +38,9 @@ def get_config(file: str = '') -> ConfigDict:
   config.learner.lengths = (96, 1024) if file else (96,)
   config.model.max_length = 1024 if file else 96
 
-  config.sft.steps = 90
-  config.sft.batch_size = 32
-  config.sft.demonstrations = 1000
+  config.sft.steps = 120
+  config.sft.batch_size = 16
+  config.sft.demonstrations = 200  # Each is played, and so judged: this costs more than the steps.
   config.sft.optimizer.learning_rate = 2e-3
   config.sft.optimizer.warmup_steps = 20
 
@@ -50,16 +50,16 @@ def get_config(file: str = '') -> ConfigDict:
   config.sampler.prefill_rows = (8, 32)
 
   config.algorithm.truncation = 'zero'  # A line that does not come to its end is no function.
-  config.learner.batch_size = 16
+  config.learner.batch_size = 32
   config.learner.value_warmup_steps = 2
-  config.learner.policy.learning_rate = 3e-4
+  config.learner.policy.learning_rate = 1e-3
   config.learner.value.learning_rate = 1e-3
   config.value_pretrain.rollouts = 32
   config.value_pretrain.epochs = 1
   config.queue.capacity = 64
 
-  config.rl.policy_steps = 12
-  config.evaluation.prompts = 48
+  config.rl.policy_steps = 16
+  config.evaluation.prompts = 96
   config.checkpoint.every = 12
   config.checkpoint.keep = 1
   return config

@@ -232,7 +232,7 @@ def row_of(path, commit):
       'FAIL_TO_PASS': ['test_a.py::test_a'], 'PASS_TO_PASS': []}
 
 
-@pytest.mark.parametrize('kind', ['folder', 'bundle'])
+@pytest.mark.parametrize('kind', ['folder', pytest.param('bundle', marks=pytest.mark.slow)])
 def test_the_box_holds_one_commit_and_nothing_of_the_future(versions, kind):
   tmp_path, folder, commits = versions
   path = folder

@@ -1,5 +1,6 @@
 """The judge on repositories of many shapes, and on predictions that try to pass without a repair."""
 
+import concurrent.futures
 import dataclasses
 import random
 
@@ -13,9 +14,7 @@ from tests import swe_cheats, swe_fixtures
 SLOW_SHAPES = ('the_runner', 'slow', 'shortened', 'several_files', 'moved', 'unicode', 'package_data', 'unstable', 'in_class',
                'src_layout')
 QUICK_CHEATS = (  # One of each kind; the others are slow tests only because they are many.
-    'edits_the_tests', 'hooks_in_conftest', 'sitecustomize', 'parts_of_pytest', 'an_entry_point', 'leaves_at_import', 'prints_and_leaves',
-    'changes_the_report', 'a_plugin_found_in_memory', 'the_reporter_and_its_key', 'equal_to_everything', 'ends_the_controller',
-    'writes_to_every_descriptor')
+    'hooks_in_conftest', 'parts_of_pytest', 'prints_and_leaves', 'changes_the_report', 'the_reporter_and_its_key', 'equal_to_everything')
 
 
 @pytest.fixture(scope='module')
@@ -292,3 +291,11 @@ def test_what_cannot_be_spoiled_is_left_alone():
   assert data == source.encode() and not done
   for broken in (b'def test_a(:\n', b'\xff\xfe', b'def test_a():\n  pass\r\r'):
     assert controls.spoiled(broken, [('test_a',)], random.Random(0)) == (broken, [])
+
+
+def test_sources_are_parsed_from_many_threads():
+  """CPython 3.11 raises SystemError where two threads parse at once."""
+  source = SOURCE.encode() * 3
+  with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    found = list(pool.map(lambda seed: controls.spoiled(source, NAMES[-3:], random.Random(seed))[1], range(60)))
+  assert len(found) == 60

@@ -18,6 +18,8 @@ import ast
 import dataclasses
 import random
 import re
+import threading
+import time
 from typing import Any, Callable, Mapping, Sequence
 
 from sao_jax.environments.swe.patches import Entry
@@ -71,10 +73,27 @@ def make(
   return Control(files, tuple(failing))
 
 
+_parsing = threading.Lock()
+
+
+def parse(source: bytes | str) -> ast.Module:
+  """`ast.parse`, one thread at a time: CPython 3.11 counts its depth for all threads together, and fails where two parse at once.
+
+  Raises SyntaxError, ValueError, RecursionError, MemoryError.
+  """
+  for _ in range(20):
+    with _parsing:
+      try:
+        return ast.parse(source)
+      except SystemError:  # A thread of others was parsing, too.
+        time.sleep(0.005)
+  raise ValueError('the source could not be parsed')
+
+
 def spoiled(source: bytes, wanted: Sequence[tuple[str, ...]], rng: random.Random) -> tuple[bytes, list[tuple[str, ...]]]:
   """The source with the functions `wanted` made to fail, and those of them that were found. Bytes that are no source stay as they are."""
   try:
-    module = ast.parse(source)
+    module = parse(source)
     lines = source.decode('utf-8').encode('utf-8').splitlines(keepends=True)
   except (SyntaxError, ValueError, RecursionError, MemoryError):
     return source, []
@@ -94,7 +113,7 @@ def spoiled(source: bytes, wanted: Sequence[tuple[str, ...]], rng: random.Random
   for start, stop, text in sorted(changes, reverse=True):
     result = result[:start] + text + result[stop:]
   try:
-    ast.parse(result)
+    parse(result)
   except (SyntaxError, ValueError):
     return source, []
   return result, done

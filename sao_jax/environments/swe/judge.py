@@ -391,7 +391,7 @@ def _described(trusted: Trusted, read: Any, test: str) -> tuple[str, tuple[str, 
   for path in trusted.test_files:
     entry = read(path)
     try:
-      module = ast.parse(entry.data) if entry is not None and path.endswith('.py') else ast.Module([], [])
+      module = controls.parse(entry.data) if entry is not None and path.endswith('.py') else ast.Module([], [])
     except (SyntaxError, ValueError, RecursionError, MemoryError):
       continue
     for holder in (n for n in module.body if isinstance(n, ast.ClassDef)):

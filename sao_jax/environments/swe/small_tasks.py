@@ -14,7 +14,7 @@ import random
 import re
 from typing import Any, Mapping
 
-from sao_jax.environments.swe import patches
+from sao_jax.environments.swe import controls, patches
 
 TARGET, TESTS = 'solution.py', 'test_solution.py'
 _CALLED = re.compile(r'\b([A-Za-z_]\w*)\s*\(')
@@ -90,7 +90,7 @@ def _mbpp(item: Mapping[str, Any], completion: bool) -> dict[str, Any]:
 
 def _check_source(text: str, field: str) -> ast.Module:
   try:
-    return ast.parse(text)
+    return controls.parse(text)
   except (SyntaxError, ValueError) as error:
     raise ValueError(f'{field} is no Python source: {error}') from None
 
