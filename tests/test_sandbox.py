@@ -335,7 +335,7 @@ def test_mounts_packages_and_environment(tmp_path, monkeypatch):
 
 
 @needs_box
-@pytest.mark.skipif(os.geteuid() != 0, reason='another user reads what is its own')
+@pytest.mark.skipif(os.geteuid() != 0, reason='needs root: another user reads what is its own')
 def test_a_mount_that_nobody_else_can_read_is_refused(tmp_path):
   (tmp_path / 'private').mkdir(mode=0o700)
   with pytest.raises(sandbox.Unavailable, match='cannot be read by the user of the box'):
