@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import os
 import random
 import resource
-import signal
 import threading
 import time
 
@@ -45,7 +43,7 @@ class Troubled(python_tool.PythonTool):
       self.release.wait(60.0)
       raise base.EnvironmentFailure('it hung')
     if KILL in action and self._box is not None:
-      os.kill(self._box._connection.process.pid, signal.SIGKILL)
+      self._box._connection.process.kill()
       action = '<python>1</python>'
     return super().step(action)
 

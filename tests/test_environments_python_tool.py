@@ -1,7 +1,5 @@
 """The Python tool as an environment: turns in both conversations, state, errors, limits, failures, demonstrations, many at once."""
 
-import os
-import signal
 
 import numpy as np
 import pytest
@@ -209,7 +207,7 @@ def test_a_box_that_fails_is_the_environments_failure():
   environment.reset(task_of())
   environment.step(code('1'))
   keeper = environment._box._connection.process
-  os.kill(keeper.pid, signal.SIGKILL)
+  keeper.kill()
   keeper.wait(20)
   with pytest.raises(base.EnvironmentFailure) as caught:
     environment.step(code('1'))
