@@ -9,7 +9,8 @@ Command: python launch/train.py --config=configs/mbpp_tiny.py --workdir=runs/mbp
          python launch/train.py --config=configs/mbpp_tiny.py:FILE --workdir=runs/mbpp_tiny_mixed
 FILE: mbpp.jsonl of github.com/google-research/google-research (CC-BY-4.0), rows with 'text', 'code' and 'test_list'.
 Hardware: 2 CPU cores, with a sandbox (see docs/sandbox.md).
-Expected: see docs/results.md.
+Expected: ends with a balanced accounting; most of its time goes to judging, about 0.3 s of CPU a rollout and twice that where all tests pass.
+The first policy steps see prompts of the demonstrations, so their success is above that of the later ones. See docs/results.md.
 """
 
 from ml_collections import ConfigDict
@@ -50,12 +51,12 @@ def get_config(file: str = '') -> ConfigDict:
   config.sampler.prefill_rows = (8, 32)
 
   config.algorithm.truncation = 'zero'  # A line that does not come to its end is no function.
-  config.learner.batch_size = 32
+  config.learner.batch_size = 48
   config.learner.value_warmup_steps = 2
-  config.learner.policy.learning_rate = 1e-3
+  config.learner.policy.learning_rate = 1e-4
   config.learner.value.learning_rate = 1e-3
-  config.value_pretrain.rollouts = 32
-  config.value_pretrain.epochs = 1
+  config.value_pretrain.rollouts = 96
+  config.value_pretrain.epochs = 4
   config.queue.capacity = 64
 
   config.rl.policy_steps = 16
