@@ -10,7 +10,7 @@ Command: python launch/train.py --config=configs/mbpp_tiny.py --workdir=runs/mbp
 FILE: mbpp.jsonl of github.com/google-research/google-research (CC-BY-4.0), rows with 'text', 'code' and 'test_list'.
 Hardware: 2 CPU cores, with a sandbox (see docs/sandbox.md).
 Expected: ends with a balanced accounting; most of its time goes to judging, about 0.3 s of CPU a rollout and twice that where all tests pass.
-The first policy steps see prompts of the demonstrations, so their success is above that of the later ones. See docs/results.md.
+The first policy steps see prompts of the demonstrations, so their success is above that of the later ones. No gain was shown yet: docs/results.md.
 """
 
 from ml_collections import ConfigDict
