@@ -48,6 +48,14 @@ class Troubled(python_tool.PythonTool):
     return super().step(action)
 
 
+class Counting(test_rollouts.FakeFlow):
+  """Keeps of a rollout its ticket and how it ended."""
+
+  def finish(self, rollout, version):
+    self.rollouts.append((rollout.ticket, rollout.stop_reason))
+    return True
+
+
 def script(prompt: int, turn: int, attempt: int) -> str:
   """A turn, drawn from its numbers."""
   rng = random.Random(f'{prompt}/{turn}/{attempt}')
@@ -74,7 +82,7 @@ def run(calls: int, environments: int, *, step_timeout_s: float = 20.0, deadline
   Troubled.release.clear()
   settings = dict(conversation='raw', grader='integer', time_limit_s=0.3, memory_mb=64, max_output=500, max_turns=TURNS, max_malformed=3)
   probe = Troubled(**settings)
-  flow = test_rollouts.FakeFlow(10**9)
+  flow = Counting(10**9)
   sampler = test_rollouts.FakeSampler(script)
   tokenizer = ByteTokenizer()
   pool = EnvironmentPool(16, step_timeout_s, max_abandoned=1000)
@@ -98,16 +106,14 @@ def run(calls: int, environments: int, *, step_timeout_s: float = 20.0, deadline
         flow.left = 0
       if made >= len(memory) * calls // 10:
         memory.append(round(resident_mb(), 1))
-      for rollout in flow.rollouts:
-        object.__setattr__(rollout, 'tokens', rollout.tokens[:1])  # Only counted here.
       if not done:
         pool.wait(0.05)
   finally:
     Troubled.release.set()
     engine.close()
     pool.close(20.0)
-  ended = collections.Counter(r.stop_reason for r in flow.rollouts) + collections.Counter(reason for _, reason, _ in flow.dropped)
-  tickets = [r.ticket for r in flow.rollouts] + [ticket for ticket, _, _ in flow.dropped]
+  ended = collections.Counter(reason for _, reason in flow.rollouts) + collections.Counter(reason for _, reason, _ in flow.dropped)
+  tickets = [ticket for ticket, _ in flow.rollouts] + [ticket for ticket, _, _ in flow.dropped]
   seconds = time.monotonic() - start
   return {'calls': made, 'rollouts': flow.given, 'ended': dict(ended), 'counted_once': sorted(tickets) == list(range(1, flow.given + 1)),
           'environments': most, 'sampler_longest_pause_s': round(longest, 3), 'memory_mb': memory, 'seconds': round(seconds, 1),

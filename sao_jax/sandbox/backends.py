@@ -81,7 +81,8 @@ class Keeper:
 
   def kill(self) -> None:
     if self._handle >= 0:
-      signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+      with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 
 
 @dataclasses.dataclass
