@@ -486,7 +486,7 @@ class Range:
   def works(self) -> bool:
     """Whether the box still does what it should; also makes room in it."""
     clean = 'cd /work; find . -mindepth 1 -delete; find /tmp /dev/shm -mindepth 1 -delete; echo works'
-    return self.box.run(['sh', '-c', clean]).stdout == b'works\n'
+    return self.box.run(['sh', '-c', clean], time_s=60.0).stdout == b'works\n'
 
   # --- What the host does -------------------------------------------------------------------------------------------------------
 
