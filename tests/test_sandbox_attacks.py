@@ -68,7 +68,7 @@ def test_the_same_holds_under_bubblewrap():
     pytest.skip(str(error))
   chosen = []
   for kind in sandbox_attacks.TABLE:
-    chosen += [a for a in EVERYTHING if a.kind == kind][1::8][:2]
+    chosen += [a for a in EVERYTHING if a.kind == kind and 'n < 100000' not in a.program][1::8][:2]  # It cannot limit how many files.
   check(sandbox_attacks.run(chosen, backend='bubblewrap'), 30)
 
 

@@ -28,7 +28,7 @@ import time
 from typing import Any, Sequence
 
 from sao_jax.sandbox import base
-from sao_jax.sandbox.inside import wire
+from sao_jax.sandbox.inside import proc, wire
 
 START_S = 60.0  # For a box to be ready, on a machine that is busy.
 INSIDE = pathlib.Path(__file__).resolve().parent / 'inside'
@@ -318,13 +318,16 @@ def _bubblewrap(plan: Plan) -> Connection:
   for name in ('ld.so.cache', 'alternatives', 'localtime', 'ssl/certs', 'os-release'):
     argv += ['--ro-bind-try', f'/etc/{name}', f'/etc/{name}']
   argv += ['--proc', '/proc', '--dev', '/dev', '--ro-bind', str(INSIDE), '/opt/box']
+  for name in proc.COVERED:
+    if os.path.exists('/proc/' + name):
+      argv += ['--ro-bind', '/dev/null', '/proc/' + name]
   for path in ('/work', '/tmp', '/dev/shm'):
     argv += ['--size', str(plan.limits.disk_mb << 20), '--tmpfs', path]
   for source, target, writable in mounts:
     argv += ['--bind' if writable else '--ro-bind', source, target]
   for path in [] if plan.packages else _packages_of_installation():
     argv += ['--tmpfs', path, '--remount-ro', path]
-  argv += ['--remount-ro', '/', '--chdir', '/work', '--', python, *_boot('/opt/box', 'warden', '{socket}', '{socket}')]
+  argv += ['--remount-ro', '/dev', '--remount-ro', '/', '--chdir', '/work', '--', python, *_boot('/opt/box', 'warden', '{socket}', '{socket}')]
   settings['count_processes'] = _release() >= (5, 14)  # Before, the user's other processes would count.
   return _greet(_start(argv, 'bubblewrap', user=_OTHER_USER if os.geteuid() == 0 else None), {'warden': settings})
 

@@ -12,6 +12,7 @@
 
 import os
 
+from sao_jax.sandbox.inside import proc
 from sao_jax.sandbox.inside.system import (
     BIND, NODEV, NOEXEC, NOSUID, PRIVATE, RDONLY, REC, REMOUNT, Refused, bind, detach, mount, pivot_root)
 
@@ -20,8 +21,6 @@ ETC = ('ld.so.cache', 'ld.so.conf', 'ld.so.conf.d', 'alternatives', 'localtime',
        'protocols', 'bash.bashrc', 'profile', 'inputrc', 'debian_version', 'os-release')
 DEVICES = ('null', 'zero', 'full', 'random', 'urandom')
 READ_ONLY_PROC = ('sys', 'sysrq-trigger', 'irq', 'bus', 'fs', 'acpi', 'scsi')
-COVERED_PROC = ('kcore', 'keys', 'key-users', 'timer_list', 'kallsyms', 'kmsg', 'cmdline', 'config.gz', 'sched_debug', 'latency_stats',
-                'kpagecount', 'kpageflags', 'kpagecgroup', 'vmallocinfo', 'slabinfo', 'modules')
 OLD = '/.old'
 
 
@@ -147,6 +146,6 @@ def _proc():
     if os.path.exists(path):
       mount(path, path, None, BIND | REC)
       mount(None, path, None, REMOUNT | BIND | RDONLY | NOSUID | NODEV | NOEXEC)
-  for name in COVERED_PROC:
+  for name in proc.COVERED:
     if os.path.exists('/proc/' + name):
       mount('/dev/null', '/proc/' + name, None, BIND)
