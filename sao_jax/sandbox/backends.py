@@ -327,7 +327,8 @@ def _bubblewrap(plan: Plan) -> Connection:
     argv += ['--bind' if writable else '--ro-bind', source, target]
   for path in [] if plan.packages else _packages_of_installation():
     argv += ['--tmpfs', path, '--remount-ro', path]
-  argv += ['--remount-ro', '/dev', '--remount-ro', '/', '--chdir', '/work', '--', python, *_boot('/opt/box', 'warden', '{socket}', '{socket}')]
+  argv += ['--remount-ro', '/dev', '--remount-ro', '/', '--chdir', '/work', '--', python]
+  argv += _boot('/opt/box', 'warden', '{socket}', '{socket}')
   settings['count_processes'] = _release() >= (5, 14)  # Before, the user's other processes would count.
   return _greet(_start(argv, 'bubblewrap', user=_OTHER_USER if os.geteuid() == 0 else None), {'warden': settings})
 
