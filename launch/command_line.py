@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import pathlib
+import queue
 import re
 import signal
 import sys
@@ -171,9 +172,27 @@ def reported_errors(workdir: pathlib.Path | None, interrupted: str = RESUME) -> 
 
 
 class Stop(threading.Event):
-  """Set by the first SIGTERM or Ctrl-C; `status` is then the exit status that tells which it was, `name` says it."""
+  """Set by the first SIGTERM or Ctrl-C; `status` is then the exit status that tells which it was, `name` says it.
+
+  The signal may come while this very thread waits for the event, holding its lock: setting it must not take that lock.
+  """
 
   status, name = 0, ''
+
+  def __init__(self):
+    super().__init__()
+    self._told: queue.SimpleQueue[None] = queue.SimpleQueue()  # Its `put` may interrupt its `get`.
+
+  def set(self) -> None:
+    self._flag = True
+    self._told.put(None)
+
+  def wait(self, timeout: float | None = None) -> bool:
+    if not self._flag:
+      with contextlib.suppress(queue.Empty):
+        self._told.get(timeout=timeout)
+        self._told.put(None)  # For whoever else waits.
+    return self._flag
 
 
 @contextlib.contextmanager

@@ -486,6 +486,27 @@ with command_line.reported_errors(None):
   assert done.returncode == 130 and done.stderr.count('stopping after this step') == 1 and 'Stopped. Run the same' in done.stderr
 
 
+def test_a_signal_that_comes_while_the_event_is_waited_for():
+  code = """
+import faulthandler, os, signal, time
+faulthandler.dump_traceback_later(30, exit=True)  # A lock taken twice by one thread is never freed.
+parent = os.getpid()
+for i in range(1000):
+  with command_line.stop_on_signals() as stop:
+    if not (child := os.fork()):
+      time.sleep(i % 50 * 1e-5)
+      os.kill(parent, signal.SIGTERM)
+      os._exit(0)
+    while not stop.is_set():
+      stop.wait(1e-6)
+    assert stop.wait() and stop.wait(0.0)
+    os.waitpid(child, 0)
+print('done')
+"""
+  done = python(code)
+  assert done.returncode == 0 and done.stdout == 'done\n', done.stderr
+
+
 # --- Whole runs ---
 
 
