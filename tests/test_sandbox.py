@@ -4,6 +4,7 @@ import gc
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +13,8 @@ import time
 import pytest
 
 from sao_jax import sandbox
+from sao_jax.sandbox import backends
+from sao_jax.sandbox.inside import wire
 
 LIMITS = sandbox.Limits(time_s=20.0, memory_mb=256, processes=24, file_mb=8, disk_mb=16, output_bytes=4000, flood_mb=4)
 PYTHON = 'python3'
@@ -418,6 +421,102 @@ def test_close_ends_a_call_of_another_thread(any_box):
   with pytest.raises(sandbox.SandboxError, match='closed'):
     box.run(['true'])
   box.close()
+
+
+def test_descriptors_stay_with_the_call_that_uses_them(monkeypatch):
+  """A box that is closed during a call: the next box gets other numbers, or the call would take what that one says."""
+  box, listening, same = sandbox.open('plain'), threading.Event(), []
+
+  def receive(descriptor, limit, deadline):
+    before = os.fstat(descriptor).st_ino
+    listening.set()
+    end = time.monotonic() + 20.0
+    while os.path.exists(f'/proc/{pid}') and time.monotonic() < end:
+      time.sleep(0.01)
+    files = [open(os.devnull, 'rb') for _ in range(3)]  # pylint: disable=consider-using-with
+    try:
+      same.append(os.fstat(descriptor).st_ino == before)
+    finally:
+      for file in files:
+        file.close()
+    raise wire.WireError('gone')
+
+  pid = box._connection.process.pid
+  monkeypatch.setattr(wire, 'receive', receive)
+  thread = threading.Thread(target=lambda: pytest.raises(sandbox.SandboxError, box.run, ['true']))
+  thread.start()
+  assert listening.wait(20.0)
+  box.close()
+  thread.join(20.0)
+  assert same == [True] and not thread.is_alive()
+
+
+def test_an_interrupted_call_ends_its_box(monkeypatch):
+  box = sandbox.open('plain')
+
+  def receive(*_):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(wire, 'receive', receive)
+  with pytest.raises(KeyboardInterrupt):
+    box.run(['true'])
+  assert box.closed
+
+
+class Halting:
+  """A clock and a poll on it: the first wait is cut short by a jump of an hour; the other side answers after `answer_s` of others."""
+
+  def __init__(self, answer_s):
+    self.now, self.waited_s, self.answer_s, self.halted = 0.0, 0.0, answer_s, False
+
+  def monotonic(self):
+    return self.now
+
+  def poll(self, ms=None):
+    if ms is None:  # As `select.poll()`.
+      return self
+    if not self.halted:
+      self.halted, self.now = True, self.now + 3600.0
+      return []
+    step = min(ms / 1000.0, self.answer_s - self.waited_s)
+    self.now, self.waited_s = self.now + step, self.waited_s + step
+    return [(3, 1)] if self.waited_s >= self.answer_s else []
+
+  def register(self, *_):
+    pass
+
+
+@pytest.mark.parametrize('answer_s, late', [(5.0, False), (50.0, False), (70.0, True)])
+def test_time_in_which_the_machine_stood_still_does_not_count(monkeypatch, answer_s, late):
+  machine = Halting(answer_s)
+  monkeypatch.setattr(wire, 'time', machine)
+  monkeypatch.setattr(wire, 'select', machine)
+  if late:
+    with pytest.raises(wire.Late):
+      wire.wait(3, 1, 60.0)
+    assert 55.0 < machine.waited_s < 65.0
+  else:
+    wire.wait(3, 1, 60.0)
+
+
+def test_a_box_that_is_late_is_no_proof_that_there_can_be_none():
+  ours, theirs = socket.socketpair()
+  with theirs:
+    ours.setblocking(False)
+    connection = backends.Connection(backends.Keeper(), ours.fileno(), ours.detach(), 'namespaces')
+    with pytest.raises(sandbox.SandboxError, match='within 0.1 s') as raised:
+      backends._greet(connection, {}, 0.1)
+    assert not isinstance(raised.value, sandbox.Unavailable)
+
+
+@needs_box
+def test_a_process_forked_from_the_host_does_not_hold_up_its_end():
+  program = ('import os, time\nfrom sao_jax import sandbox\nsandbox.open("namespaces").close()\nchild = os.fork()\n'
+             'if child == 0:\n  os.close(1)\n  time.sleep(60)\n  os._exit(0)\nprint(child)')
+  host = subprocess.run([sys.executable, '-c', program], stdout=subprocess.PIPE, timeout=30.0, check=False,
+                        cwd=pathlib.Path(__file__).parents[1])
+  os.kill(int(host.stdout), signal.SIGKILL)
+  assert host.returncode == 0
 
 
 def test_garbage_leaves_nothing():

@@ -481,6 +481,26 @@ def test_a_broken_sandbox_is_a_failure_of_the_environment(tmp_path, monkeypatch)
   env.close()
 
 
+@pytest.mark.parametrize('warm', [0, 1])
+def test_a_box_that_comes_after_the_end_is_ended(tmp_path, monkeypatch, warm):
+  """`close` may come while the box of a hanging reset is made."""
+  boxes, connect = [], sandbox.backends.connect
+
+  def connected(*arguments):
+    boxes.append(connect(*arguments))
+    return boxes[-1]
+
+  env = made(tmp_path, swe_fixtures.flat()[0], warm=warm, memory_mb=1000 + warm)
+  monkeypatch.setattr(sandbox.backends, 'connect', connected)
+  env.close()
+  with pytest.raises(environments.EnvironmentFailure, match='closed while'):
+    env.reset(env.sample_task(0, 'test', 0))
+  if warm:
+    assert not env._pool._taken
+    env._pool.close()
+  assert boxes and all(box.process.poll() is not None for box in boxes)
+
+
 # --- Items of HumanEval and MBPP -------------------------------------------------------------------------------------------------
 
 MBPP = {'task_id': 8, 'text': 'Write a function to find squares.', 'code': 'import math\r\ndef squares(nums):\r\n\treturn [n * n for n in nums]\r\n',

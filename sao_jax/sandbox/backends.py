@@ -87,7 +87,15 @@ class Keeper:
 
 @dataclasses.dataclass
 class Connection:
-  """A started warden: `process` ends when the box does, and ending it ends the box. `folder`: a folder of the host to be removed after."""
+  """A started warden.
+
+  Attributes:
+    process: ends when the box does, and ending it ends the box.
+    reader, writer: descriptors to it, one and the same where it is a socket.
+    folder: of the host, to be removed after the end.
+    container: command that ends the container.
+    busy: held while the descriptors are used, and while they are closed: the next file that is opened gets their numbers.
+  """
 
   process: subprocess.Popen | Keeper
   reader: int
@@ -95,22 +103,43 @@ class Connection:
   backend: str
   folder: str | None = None
   container: tuple[str, ...] = ()
+  busy: Any = dataclasses.field(default_factory=threading.RLock)
 
   def end(self) -> None:
-    """Ends the box and all that runs in it; waits until its first process is gone."""
-    for descriptor in {self.reader, self.writer}:
-      os.close(descriptor)
-    if self.container:
-      subprocess.run(self.container, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60, check=False)
+    """Ends the box and all that runs in it; waits until its first process is gone. A request of another thread finds the box gone."""
+    with contextlib.ExitStack() as last:
+      last.callback(self._release)
+      last.callback(self._wait)
+      if self.reader == self.writer:  # Else they are pipes, which end with the container.
+        hang_up(self.reader)
+      if self.container:
+        subprocess.run(self.container, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60, check=False)
+
+  def _wait(self) -> None:
     try:
-      self.process.wait(5.0 if self.backend in ('plain', 'container') else 0.5)  # It goes by itself when the host's end is closed.
+      self.process.wait(5.0 if self.backend in ('plain', 'container') else 0.5)  # It goes by itself when the host has hung up.
     except subprocess.TimeoutExpired:
       self.process.kill()
       self.process.wait(30.0)
+
+  def _release(self) -> None:
+    """Closes the host's ends. A request that uses them ends now, since the other end is gone."""
+    if self.busy.acquire(timeout=60.0):
+      for descriptor in {self.reader, self.writer}:
+        os.close(descriptor)
+      self.busy.release()
     if self.process.stderr is not None:
       self.process.stderr.close()
     if self.folder:
       shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def hang_up(descriptor: int) -> None:
+  """Ends a socket for both sides, for every process and thread that has it; the descriptor stays."""
+  end = socket.socket(fileno=descriptor)
+  with contextlib.suppress(OSError):  # The other side has hung up before.
+    end.shutdown(socket.SHUT_RDWR)
+  end.detach()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,12 +247,21 @@ def _boot(folder: str | pathlib.Path, module: str, *arguments: str) -> list[str]
 
 
 def _greet(connection: Connection, header: dict[str, Any], patience_s: float = START_S) -> Connection:
-  """Sends the settings and waits until the warden is ready. Raises Unavailable with its reason where it is not."""
+  """Sends the settings and waits until the warden is ready.
+
+  Raises:
+    Unavailable: it says that there can be no box, and why, or ends.
+    SandboxError: it has said nothing in time, which is no reason to think that there can be none.
+  """
   deadline = time.monotonic() + patience_s
   try:
     wire.send(connection.writer, header, (), deadline)
     frame = wire.receive(connection.reader, 0, deadline)
     reason = 'it ended without a word' if frame is None else frame[0].get('refused', '')
+  except wire.Late as error:
+    connection.process.kill()
+    connection.end()
+    raise base.SandboxError(f'No box by {connection.backend} was ready within {patience_s:g} s.') from error
   except wire.WireError as error:
     frame, reason = None, str(error)
   if frame is not None and frame[0].get('ready') is True:
@@ -281,6 +319,7 @@ def _start_foundry() -> tuple[subprocess.Popen, socket.socket]:
 def _end_foundry() -> None:
   process, orders = _foundries.pop(os.getpid(), (None, None))
   if process is not None:
+    hang_up(orders.fileno())  # A process that was forked from this one may have it, too.
     orders.close()
     process.wait()
 

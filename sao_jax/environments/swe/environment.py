@@ -108,7 +108,7 @@ class SWE(base.Environment):
         _hashable(source, generated), generated, repositories, measured, items, completion, limit, test_share, _stamps(source, measured))
     self._judge = _judge(backend, memory_mb, float(test_time_s), controls)
     self._pool = _pool(backend, memory_mb, warm) if warm else None
-    self._lock = threading.Lock()
+    self._lock, self._closed = threading.Lock(), False  # Of the box, which `close` may take away from a call that hangs.
     self._box: sandbox.Box | None = None
     self._instance: Instance | None = None
     self._task: base.Task | None = None
@@ -198,7 +198,7 @@ class SWE(base.Environment):
         if isinstance(call, ToolCall) and call.name == 'submit':
           self._metrics['tool_calls'] += 1
           self._metrics['submitted'] = 1.0
-          return self._end(self._extract())
+          return self._end(self._extract(self._instance))
         replies.append(('tool', self._answer(call)))
       if not calls:
         self._metrics['errors'] += 1
@@ -206,7 +206,7 @@ class SWE(base.Environment):
       elif len(calls) > MAX_CALLS_A_TURN:
         replies.append(('tool', f'error: at most {MAX_CALLS_A_TURN} calls a turn, the others were left out'))
       if self._turns >= self._max_turns:
-        return self._end(self._extract())
+        return self._end(self._extract(self._instance))
     except (sandbox.SandboxError, sandbox.PathError) as error:
       raise SandboxFailure(f'{self._instance.instance_id}: {error}') from error
     messages = tuple({'role': role, 'content': content} for role, content in replies)
@@ -221,8 +221,8 @@ class SWE(base.Environment):
     self._metrics['errors'] += not well
     return answer
 
-  def _extract(self) -> patches.Change:
-    change, left = repository.extract(self._box, self._judge.python(self._instance), self._judge.base(self._instance))
+  def _extract(self, instance: Instance) -> patches.Change:
+    change, left = repository.extract(self._box, self._judge.python(instance), self._judge.base(instance))
     self._metrics['errors'] += len(left)
     return change
 
@@ -257,7 +257,10 @@ class SWE(base.Environment):
     except sandbox.SandboxError as error:
       raise SandboxFailure(f'{instance.instance_id}: {error}') from error
     with self._lock:
-      self._box = box
+      closed, self._box = self._closed, box
+    if closed:
+      self._give_up_box()
+      raise SandboxFailure(f'{instance.instance_id}: closed while its box was made')
 
   def _give_up_box(self) -> None:
     with self._lock:
@@ -269,17 +272,20 @@ class SWE(base.Environment):
         box.close()
 
   def close(self) -> None:
-    if self._predictions and self._instance is not None and self._box is not None:
-      self._write_cut()
+    with self._lock:
+      self._closed = True
+    instance = self._instance
+    if self._predictions and instance is not None and self._box is not None:
+      self._write_cut(instance)
     self._give_up_box()
 
-  def _write_cut(self) -> None:
+  def _write_cut(self, instance: Instance) -> None:
     """The prediction of an episode that a limit outside of the environment has cut: what is there."""
     try:
-      change = self._extract()
+      change = self._extract(instance)
     except (sandbox.SandboxError, sandbox.PathError):
       return  # A box that has failed holds nothing to be written.
-    self._write_prediction(self._instance, patches.write(change, self._judge.base(self._instance).entry))
+    self._write_prediction(instance, patches.write(change, self._judge.base(instance).entry))
 
   # --- Demonstrations ----------------------------------------------------------------------------------------------------------
 
