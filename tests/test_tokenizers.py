@@ -143,6 +143,10 @@ def test_make_errors():
     tokenizers.make(ModelConfig(tokenizer='words'))
   with pytest.raises(ValueError, match='Unknown pretrained model .* known names are smollm2-135m-instruct'):
     tokenizers.load('smollm3')
+  with pytest.raises(ValueError, match="Unknown pretrained model '~nosuchuser/model'.*it does not exist"):
+    tokenizers.load('~nosuchuser/model')
+  with pytest.raises(ValueError, match="nothing here opens addresses that begin with 'foo://'"):
+    tokenizers.load('foo://bucket/model')
 
 
 def test_ids_that_only_pad_the_embedding_have_no_text():

@@ -31,8 +31,11 @@ def path_of(name: str | os.PathLike[str]) -> Path:
   """Path of a file or folder; 'gs://bucket/folder' and other addresses with a scheme are opened by etils, by the libraries it names."""
   text = os.fspath(name)
   if '://' not in text:
-    return pathlib.Path(text).expanduser()
-  return importlib.import_module('etils.epath').Path(text)  # Orbax needs it, too, so it is there.
+    return pathlib.Path(os.path.expanduser(text))
+  try:
+    return importlib.import_module('etils.epath').Path(text)  # Orbax needs it, too, so it is there.
+  except KeyError as error:
+    raise ValueError(f'{text}: nothing here opens addresses that begin with {error}; copy it to a disk or a bucket.') from error
 
 
 def is_remote(path: Path) -> bool:
