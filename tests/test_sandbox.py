@@ -94,7 +94,7 @@ def test_what_is_no_command_is_the_callers_fault(any_box, argv):
 
 
 def test_a_folder_that_is_not_there(any_box):
-  result = any_box.run(['true'], cwd='/work/nowhere')
+  result = any_box.run(['true'], cwd='/box/nowhere')
   assert result.exit_code == 127 and b'nowhere' in result.stderr
 
 
@@ -169,7 +169,7 @@ def test_limits_are_checked(bad):
 def test_files_go_in_and_come_out(any_box):
   data = bytes(range(256)) * 1000
   any_box.write('deep/er/file.bin', data)
-  assert any_box.read('/work/deep/er/file.bin') == data
+  assert any_box.read('/box/deep/er/file.bin') == data
   any_box.write('deep/er/file.bin', b'short', mode=0o755)
   assert any_box.read('deep/er/file.bin') == b'short' and any_box.run(['test', '-x', 'deep/er/file.bin']).ok
   any_box.write('odd\nname ü', b'x')
@@ -177,7 +177,7 @@ def test_files_go_in_and_come_out(any_box):
 
 
 @pytest.mark.parametrize('path', [
-    'nothing', '../x', '/etc/passwd', '/work/../etc/passwd', 'folder', 'fifo', 'link', 'linked/passwd', '', 'a\0b'])
+    'nothing', '../x', '/etc/passwd', '/box/../etc/passwd', 'folder', 'fifo', 'link', 'linked/passwd', '', 'a\0b'])
 def test_paths_that_are_refused(any_box, path):
   any_box.run(['sh', '-c', 'mkdir -p folder; test -p fifo || mkfifo fifo; ln -sfn /etc/passwd link; ln -sfn /etc linked'])
   with pytest.raises(sandbox.PathError):
@@ -324,9 +324,9 @@ def test_mounts_packages_and_environment(tmp_path, monkeypatch):
   (tmp_path / 'open').mkdir(mode=0o777)
   (tmp_path / 'open').chmod(0o777)
   mounts = [sandbox.Mount(tmp_path / 'shown', '/data/in'), sandbox.Mount(tmp_path / 'shown' / 'f', '/data/file'),
-            sandbox.Mount(tmp_path / 'open', '/work/out', writable=True)]
+            sandbox.Mount(tmp_path / 'open', '/box/out', writable=True)]
   with sandbox.open(limits=LIMITS, mounts=mounts, env={'COLOUR': 'red'}, packages=True) as box:
-    script = 'cat /data/in/f /data/file; echo $COLOUR $A_SECRET; touch /data/in/g; echo w > /work/out/w'
+    script = 'cat /data/in/f /data/file; echo $COLOUR $A_SECRET; touch /data/in/g; echo w > /box/out/w'
     assert box.run(['sh', '-c', script]).stdout == b'texttextred\n'
     assert [p.name for p in (tmp_path / 'shown').iterdir()] == ['f'] and (tmp_path / 'open' / 'w').read_text() == 'w\n'
     assert box.run([PYTHON, '-c', 'import numpy, pytest']).ok
@@ -347,7 +347,7 @@ def test_a_mount_that_nobody_else_can_read_is_refused(tmp_path):
 
 @pytest.mark.parametrize('source, target, message', [
     ('/no/such/place', '/data', 'must exist'), ('/usr', 'data', 'absolute'), ('/usr', '/', 'absolute'), ('/usr', '/proc/x', 'cannot stand'),
-    ('/usr', '/a/../b', 'absolute'), ('/usr', '/work', 'cannot stand')])
+    ('/usr', '/a/../b', 'absolute'), ('/usr', '/box', 'cannot stand')])
 def test_mounts_are_checked(source, target, message):
   with pytest.raises(ValueError, match=message):
     sandbox.Mount(source, target)

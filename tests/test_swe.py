@@ -297,7 +297,7 @@ def test_a_policy_that_destroys_its_box_has_changed_nothing(versions):
   _, folder, commits = versions
   instance = instances.parse(row_of(folder, commits[0]), 'x')
   judge = Judge()
-  for script in ('rm -rf /work/repo', 'rm -rf /work/repo; ln -s /etc /work/repo', 'mkdir /work/.swe_out', 'ln -s /etc/passwd /work/.swe_out'):
+  for script in ('rm -rf /box/repo', 'rm -rf /box/repo; ln -s /etc /box/repo', 'mkdir /box/.swe_out', 'ln -s /etc/passwd /box/.swe_out'):
     with judge.open_box(instance) as box:
       judge.base(instance).populate(box, 'python3')
       box.run(['bash', '-c', script])
@@ -320,7 +320,7 @@ def toolbox():
 def test_the_shell_keeps_its_folder_and_variables(toolbox):
   assert toolbox.call('shell', {'command': 'cd / && export A="x y"; B=1'}) == ('(no output)', True)
   assert toolbox.call('shell', {'command': 'pwd; echo "$A$B"; false'}) == ('/\nx y\n(exit status 1)', True)
-  assert toolbox.call('shell', {'command': 'cd /work/repo; ls'})[0].startswith('calc.py')
+  assert toolbox.call('shell', {'command': 'cd /box/repo; ls'})[0].startswith('calc.py')
   assert 'syntax error' in toolbox.call('shell', {'command': 'if'})[0]
   assert toolbox.call('shell', {'command': 'exit 3'})[0] == '(exit status 3)'
   assert toolbox.call('shell', {'command': 'cat'})[0] == '(no output)'
@@ -340,7 +340,7 @@ def test_the_editor(toolbox):
   edit = lambda command, path, **more: toolbox.call('editor', {'command': command, 'path': path, **more})
   assert edit('create', 'new/e.txt', file_text='one\ntwo\none\n') == ('new/e.txt is written: 3 lines', True)
   assert edit('view', 'new/e.txt') == ('     1\tone\n     2\ttwo\n     3\tone', True)
-  assert edit('view', '/work/repo/new/e.txt', view_range=[2, -1]) == ('     2\ttwo\n     3\tone', True)
+  assert edit('view', '/box/repo/new/e.txt', view_range=[2, -1]) == ('     2\ttwo\n     3\tone', True)
   assert 'stands 2 times in new/e.txt (lines 1, 3)' in edit('str_replace', 'new/e.txt', old_str='one', new_str='x')[0]
   assert edit('str_replace', 'new/e.txt', old_str='two\n', new_str='zwei\n')[1]
   assert edit('insert', 'new/e.txt', insert_line=0, new_str='zero')[1] and edit('insert', 'new/e.txt', insert_line=4, new_str='end')[1]
@@ -361,7 +361,7 @@ def test_the_editor(toolbox):
     ({'command': 'view', 'path': 'calc.py', 'view_range': [5, 2]}, 'view_range must'), ({'command': 'create', 'path': '.', 'file_text': ''}, 'folder'),
     ({'command': 'view', 'path': 'leads_out'}, 'error'), ({'command': 'create', 'path': 'leads_out/x', 'file_text': ''}, 'error')])
 def test_the_editor_tells_what_is_wrong(toolbox, arguments, message):
-  toolbox.call('shell', {'command': 'ln -sfn /etc /work/repo/leads_out'})
+  toolbox.call('shell', {'command': 'ln -sfn /etc /box/repo/leads_out'})
   text, well = toolbox.call('editor', arguments)
   assert not well and text.startswith('error: ') and message in text
 

@@ -126,7 +126,7 @@ class CodeTests(base.Grader):
 
   def _run_in_box(self, pool: sandbox.Pool, request: dict[str, Any]) -> dict[str, Any] | None:
     """As `_run`, in a box that is this program's alone. A supervisor that says nothing was ended by the program."""
-    environment = {'PATH': os.defpath, 'HOME': '/work', 'TMPDIR': '/tmp', 'LANG': 'C.UTF-8'}
+    environment = {'PATH': os.defpath, 'HOME': sandbox.FOLDER, 'TMPDIR': '/tmp', 'LANG': 'C.UTF-8'}
     request |= {'environment': sorted(environment), 'packages': [sandbox.PACKAGES]}
     try:
       box = pool.take()

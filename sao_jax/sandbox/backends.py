@@ -28,14 +28,14 @@ import time
 from typing import Any, Sequence
 
 from sao_jax.sandbox import base
-from sao_jax.sandbox.inside import proc, wire
+from sao_jax.sandbox.inside import files, proc, wire
 
 START_S = 60.0  # For a box to be ready, on a machine that is busy.
 INSIDE = pathlib.Path(__file__).resolve().parent / 'inside'
 PATH = '/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin'
 PACKAGES = '/opt/packages'
 _OTHER_USER = 0x6FFFFFFF  # What root starts bubblewrap as: root in a box would be root of the host, only without capabilities.
-ENVIRONMENT = {'HOME': '/work', 'TMPDIR': '/tmp', 'LANG': 'C.UTF-8', 'USER': 'box', 'LOGNAME': 'box', 'TERM': 'dumb'}
+ENVIRONMENT = {'HOME': files.FOLDER, 'TMPDIR': '/tmp', 'LANG': 'C.UTF-8', 'USER': 'box', 'LOGNAME': 'box', 'TERM': 'dumb'}
 
 
 # Runs a module of `inside` without the package around it, which neither a box nor a quick start has: its folder, its name, its arguments.
@@ -172,7 +172,7 @@ def _interpreter() -> tuple[str, tuple[tuple[str, str], ...]]:
     raise base.Unavailable(f'The Python installation of this process was not found below {prefix}.')
   if prefix.is_relative_to('/usr'):
     return str(found), ()
-  if prefix.parts[1] in ('work', 'tmp', 'proc', 'dev', 'sys', 'etc', 'run', 'var') or str(prefix).startswith('/opt/box'):
+  if prefix.parts[1] in ('box', 'tmp', 'proc', 'dev', 'sys', 'etc', 'run', 'var') or str(prefix).startswith('/opt/box'):
     raise base.Unavailable(
         f'The Python installation lies in {prefix}, where a box has a folder of its own; start from one elsewhere (/usr, /opt, a home).')
   return str(found), ((str(prefix), str(prefix)),)
@@ -201,7 +201,7 @@ def _common(plan: Plan) -> tuple[str, list[list[Any]], dict[str, Any]]:
   if plan.packages:
     environment['PYTHONPATH'] = PACKAGES
   settings = {
-      'work': '/work', 'python': python, 'inside': '/opt/box', 'boot': BOOT, 'packages': [PACKAGES] * plan.packages,
+      'work': files.FOLDER, 'python': python, 'inside': '/opt/box', 'boot': BOOT, 'packages': [PACKAGES] * plan.packages,
       'kill': 'namespace', 'confine': True, 'environment': environment | plan.env,
       'count_processes': os.geteuid() == 0 or _release() >= (5, 14)}
   return python, mounts, settings
@@ -360,13 +360,13 @@ def _bubblewrap(plan: Plan) -> Connection:
   for name in proc.COVERED:
     if os.path.exists('/proc/' + name):
       argv += ['--ro-bind', '/dev/null', '/proc/' + name]
-  for path in ('/work', '/tmp', '/dev/shm'):
+  for path in (files.FOLDER, '/tmp', '/dev/shm'):
     argv += ['--size', str(plan.limits.disk_mb << 20), '--tmpfs', path]
   for source, target, writable in mounts:
     argv += ['--bind' if writable else '--ro-bind', source, target]
   for path in [] if plan.packages else _packages_of_installation():
     argv += ['--tmpfs', path, '--remount-ro', path]
-  argv += ['--remount-ro', '/dev', '--remount-ro', '/', '--chdir', '/work', '--', python]
+  argv += ['--remount-ro', '/dev', '--remount-ro', '/', '--chdir', files.FOLDER, '--', python]
   argv += _boot('/opt/box', 'warden', '{socket}', '{socket}')
   settings['count_processes'] = _release() >= (5, 14)  # Before, the user's other processes would count.
   return _greet(_start(argv, 'bubblewrap', user=_OTHER_USER if os.geteuid() == 0 else None), {'warden': settings})
@@ -387,17 +387,16 @@ def _container(plan: Plan) -> Connection:
       program, 'run', '--rm', '-i', '--name', name, '--pull', 'missing', '--network', 'none', '--cap-drop', 'ALL', '--security-opt',
       'no-new-privileges', '--pids-limit', str(limits.processes + 4), '--memory', f'{limits.memory_mb + limits.disk_mb}m', '--memory-swap',
       f'{limits.memory_mb + limits.disk_mb}m', '--hostname', 'box', '--ipc', 'private', '--workdir', '/', '--log-driver', 'none', '--tmpfs',
-      f'/work:rw,exec,nosuid,nodev,size={limits.disk_mb}m,mode=1777', '--tmpfs',
+      f'{files.FOLDER}:rw,exec,nosuid,nodev,size={limits.disk_mb}m,mode=1777', '--tmpfs',
       f'/tmp:rw,exec,nosuid,nodev,size={limits.disk_mb}m,mode=1777',
       '--volume', f'{INSIDE}:/opt/box:ro']
   for mount in plan.mounts:
     argv += ['--volume', f'{mount.real_source}:{mount.target}{"" if mount.writable else ":ro"}']
   argv += ['--entrypoint', 'python3', plan.image, *_boot('/opt/box', 'warden', '0', '1')]
   connection = _start(argv, 'container', pipes=True, container=(program, 'rm', '--force', name))
-  environment = {k: v for k, v in ENVIRONMENT.items() if k != 'HOME'} | {'HOME': '/work'} | plan.env
   settings = {
-      'work': '/work', 'python': 'python3', 'inside': '/opt/box', 'boot': BOOT, 'packages': [], 'kill': 'namespace',
-      'confine': True, 'environment': {'PATH': PATH} | environment, 'count_processes': False}
+      'work': files.FOLDER, 'python': 'python3', 'inside': '/opt/box', 'boot': BOOT, 'packages': [], 'kill': 'namespace',
+      'confine': True, 'environment': {'PATH': PATH} | ENVIRONMENT | plan.env, 'count_processes': False}
   return _greet(connection, {'warden': settings}, 600.0)  # The image may have to be fetched.
 
 
@@ -408,12 +407,12 @@ def _plain(plan: Plan) -> Connection:
   if plan.mounts:
     raise ValueError('The plain backend has no mounts: what runs in it sees all files of this user anyway.')
   folder = tempfile.mkdtemp(prefix='sao-box-')
-  os.mkdir(os.path.join(folder, 'work'))
+  os.mkdir(os.path.join(folder, 'box'))
   os.mkdir(os.path.join(folder, 'tmp'))
   environment = ENVIRONMENT | {
-      'HOME': folder + '/work', 'TMPDIR': folder + '/tmp', 'PATH': f'{pathlib.Path(sys.executable).parent}:{PATH}'} | plan.env
+      'HOME': folder + '/box', 'TMPDIR': folder + '/tmp', 'PATH': f'{pathlib.Path(sys.executable).parent}:{PATH}'} | plan.env
   settings = {
-      'work': folder + '/work', 'python': sys.executable, 'inside': str(INSIDE), 'boot': BOOT, 'packages': [],
+      'work': folder + '/box', 'python': sys.executable, 'inside': str(INSIDE), 'boot': BOOT, 'packages': [],
       'kill': 'children', 'confine': False, 'environment': environment, 'count_processes': False}
   argv = [sys.executable, *_boot(INSIDE, 'warden', '{socket}', '{socket}')]
-  return _greet(_start(argv, 'plain', folder=folder, cwd=folder + '/work'), {'warden': settings})
+  return _greet(_start(argv, 'plain', folder=folder, cwd=folder + '/box'), {'warden': settings})

@@ -99,7 +99,7 @@ class Box:
   # --- Commands ---------------------------------------------------------------------------------------------------------------
 
   def run(
-      self, argv: Sequence[str], *, stdin: bytes = b'', cwd: str = '/work', time_s: float | None = None,
+      self, argv: Sequence[str], *, stdin: bytes = b'', cwd: str = files.FOLDER, time_s: float | None = None,
       env: Mapping[str, str] | None = None, limits: base.Limits | None = None,
   ) -> base.Result:
     """Runs a command to its end or its limit, and ends whatever it leaves behind (Python sessions stay).
@@ -129,7 +129,7 @@ class Box:
     except (KeyError, TypeError, ValueError, IndexError) as error:
       raise self._broken(f'an answer that cannot be read: {error}') from error
 
-  def python(self, *, cwd: str = '/work', env: Mapping[str, str] | None = None, limits: base.Limits | None = None) -> PythonSession:
+  def python(self, *, cwd: str = files.FOLDER, env: Mapping[str, str] | None = None, limits: base.Limits | None = None) -> PythonSession:
     """An interpreter in the box whose state stays between calls. Raises SandboxError where it cannot be started."""
     limits, _ = self._limits(limits, None)
     number = next(self._numbers)

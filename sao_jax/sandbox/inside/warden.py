@@ -163,8 +163,8 @@ class Warden:
       os.umask(0o022)
       os.nice(limits['nice'])
       cwd = header['cwd']
-      if cwd == '/work' or cwd.startswith('/work/'):
-        cwd = self._work + cwd[5:]
+      if cwd == files.FOLDER or cwd.startswith(files.FOLDER + '/'):
+        cwd = self._work + cwd[len(files.FOLDER):]
       folder = True
       os.chdir(cwd)
       folder = False
