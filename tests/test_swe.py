@@ -47,7 +47,8 @@ def test_rows_of_known_projects_get_their_runner(tmp_path):
     ({'files': {'a/.git/config': ''}}, 'paths inside'), ({'files': {}}, 'base_commit is missing'), ({'problem_statement': ' '}, 'is empty'),
     ({'files': {}, 'base_commit': '-x'}, 'name of a commit'), ({'files': {}, 'base_commit': 'abc'}, 'there is no repository'),
     ({'path': 'nowhere'}, 'there is no'), ({'env': {'A': 1}}, 'object of texts'), ({'repo_path': '../x'}, 'absolute path'),
-    ({'python_path': ['/x']}, 'paths inside')])
+    ({'python_path': ['/x']}, 'paths inside'), ({'packages': 'nowhere'}, 'packages: there is no folder'),
+    ({'packages': '.', 'image': 'x'}, 'without an image')])
 def test_what_is_wrong_with_a_row_is_told_with_its_line(tmp_path, change, message):
   row, _ = swe_fixtures.flat()
   path = swe_fixtures.write_rows(tmp_path / 'i.jsonl', [row, {**row, 'instance_id': 'b', **change}])
@@ -490,7 +491,9 @@ HUMANEVAL = {
     'test': 'def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(-1) == 0\n'}
 
 
-@pytest.mark.parametrize('item, completion', [(MBPP, False), (MBPP, True), (HUMANEVAL, False)])
+@pytest.mark.parametrize('item, completion', [
+    (MBPP, False), (MBPP, True), (HUMANEVAL, False), (json.loads(json.dumps(MBPP).replace('squares', '_squares')), False),
+    (json.loads(json.dumps(HUMANEVAL).replace('inc', 'solution')), False)])  # A private name, and the name of the module.
 def test_items_are_instances(item, completion):
   instance = instances.parse(small_tasks.row(item, completion=completion), 'x')
   judge = Judge(time_s=10.0)
