@@ -32,7 +32,7 @@ from sao_jax.environments.swe.trusted import Laid, Trusted
 SCRIPT = pathlib.Path(runner_script.__file__).read_text(encoding='utf-8')
 REASONS = (
     'resolved', 'empty', 'does_not_apply', 'setup_failed', 'tests_failed', 'time', 'no_result', 'tampered', 'forged')
-PACKAGES = '/opt/packages'  # Where a box without an image shows the packages of this Python.
+PACKAGES = sandbox.PACKAGES  # Where a box without an image shows packages.
 OUTPUT_BYTES = 32 << 20
 
 
@@ -129,6 +129,9 @@ class Judge:
     try:
       if instance.image:
         return sandbox.open('container', image=instance.image, limits=limits or self._limits)
+      if instance.packages and self._backend != 'plain':
+        shown = sandbox.Mount(instance.packages, PACKAGES)
+        return sandbox.open(self._backend, limits=limits or self._limits, mounts=[shown], env={'PYTHONPATH': PACKAGES})
       return sandbox.open(self._backend, limits=limits or self._limits, packages=self._backend != 'plain')
     except sandbox.SandboxError as error:
       raise SandboxFailure(str(error)) from error
@@ -244,9 +247,11 @@ class Judge:
 
   def _request(self, instance: Instance, trusted: Trusted, ids: Sequence[str]) -> dict[str, Any]:
     files = [f for f in trusted.test_files if instance.runner != 'pytest' or _holds_tests(f, ids)]
+    plain = self._backend == 'plain'
+    site = [] if instance.image else [p for p in (instance.packages if plain else PACKAGES,) if p]
     return {
         'kind': instance.runner, 'log_format': instance.log_format, 'ids': list(ids), 'files': files, 'env': dict(instance.env),
-        'python_path': list(trusted.roots), 'site': [] if instance.image or self._backend == 'plain' else [PACKAGES],
+        'python_path': list(trusted.roots), 'site': site, 'plugins': bool(instance.packages),
         'time_s': self._time_s, 'is_runner': trusted.is_runner, 'command': command_of(instance, trusted.test_files, ids)}
 
   # --- Measuring an instance ---------------------------------------------------------------------------------------------------
