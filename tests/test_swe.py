@@ -256,6 +256,16 @@ def test_the_box_holds_one_commit_and_nothing_of_the_future(versions, kind):
   assert verdict.resolved, verdict.log
 
 
+def test_attributes_change_no_file_of_the_new_repository(tmp_path, capfd):
+  """Line ends and encodings that git would make of the files of a commit: some cannot even be added so."""
+  for name, data in {'.gitattributes': b'*.bat text eol=crlf\n*.txt working-tree-encoding=UTF-16\n', 'a.bat': b'a\n', 'b.txt': b'odd'}.items():
+    (tmp_path / name).write_bytes(data)
+  repository.tree_script.lose(os.fsencode(tmp_path))
+  assert capfd.readouterr() == ('', '')
+  os.utime(tmp_path / 'a.bat', (1, 1))
+  assert git(tmp_path, 'status', '--short').stdout == b'' and git(tmp_path, 'show', 'HEAD:b.txt').stdout == b'odd'
+
+
 def test_repositories_that_are_not_there_are_told(versions):
   tmp_path, folder, commits = versions
   with pytest.raises(environments.EnvironmentFailure, match='There is no commit') as caught:
