@@ -113,6 +113,13 @@ def test_an_instance_that_tells_nothing_is_unusable(judge):
   assert not measured.usable and list(measured.left_out.values()) == ['passes without a patch']
 
 
+def test_why_an_instance_cannot_run_is_told(judge):
+  row, _ = swe_fixtures.flat()
+  row['test_patch'] = swe_fixtures.diff(swe_fixtures.FLAT, {'test_calc.py': 'import old_thing\n\n\ndef test_add():\n  pass\n'})
+  measured = judge.measure(instances.parse(row, 'x'), repeats=1)
+  assert not measured.usable and measured.detail.endswith("ModuleNotFoundError: No module named 'old_thing'")
+
+
 def test_a_test_patch_that_never_fitted_is_told(judge):
   row, _ = swe_fixtures.flat()
   row['test_patch'] = row['test_patch'].replace('assert calc.double(4) == 8', 'assert calc.double(5) == 10')

@@ -15,6 +15,7 @@ import dataclasses
 import json
 import pathlib
 import random
+import re
 import secrets
 import shlex
 import threading
@@ -268,7 +269,7 @@ class Judge:
     for number in range(repeats):
       run = _as_expected(self.run(instance, gold, instance.ids), instance, trusted, base)
       if run.ending != 'exited':
-        return Measured(usable=False, detail=f'the run with the gold patch ended with {run.ending}: {run.detail}')
+        return Measured(usable=False, detail=f'the run with the gold patch ended with {run.ending}: {run.detail}{_told(run.log)}')
       changed |= bool(run.wrong)
       for test in instance.ids:
         if run.outcomes[test] != 'passed' and left_out.get(test) != 'flaky':
@@ -280,7 +281,14 @@ class Judge:
       if without.outcomes.get(test) == 'passed' and test not in left_out:
         left_out[test] = 'passes without a patch'
     usable = any(test not in left_out for test in instance.fail_to_pass)
-    return Measured(left_out, usable, '' if usable else 'no test of FAIL_TO_PASS tells the gold patch from none', changed)
+    detail = '' if usable else f'no test of FAIL_TO_PASS tells the gold patch from none{_told(run.log)}'
+    return Measured(left_out, usable, detail, changed)
+
+
+def _told(log: str) -> str:
+  """The last error that a log tells of."""
+  errors = [line.strip() for line in log.split('\n') if re.search(r'\b[A-Z]\w*Error\b', line)]
+  return f'; the last error in its log: {errors[-1][:300]}' if errors else ''
 
 
 def _as_expected(run: Run, instance: Instance, trusted: Trusted, base: repository.Base) -> Run:
