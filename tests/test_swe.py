@@ -47,7 +47,8 @@ def test_rows_of_known_projects_get_their_runner(tmp_path):
     ({'files': {'a/.git/config': ''}}, 'paths inside'), ({'files': {}}, 'base_commit is missing'), ({'problem_statement': ' '}, 'is empty'),
     ({'files': {}, 'base_commit': '-x'}, 'name of a commit'), ({'files': {}, 'base_commit': 'abc'}, 'there is no repository'),
     ({'path': 'nowhere'}, 'there is no'), ({'env': {'A': 1}}, 'object of texts'), ({'repo_path': '../x'}, 'absolute path'),
-    ({'python_path': ['/x']}, 'paths inside')])
+    ({'python_path': ['/x']}, 'paths inside'), ({'packages': 'nowhere'}, 'packages: there is no folder'),
+    ({'packages': '.', 'image': 'x'}, 'without an image')])
 def test_what_is_wrong_with_a_row_is_told_with_its_line(tmp_path, change, message):
   row, _ = swe_fixtures.flat()
   path = swe_fixtures.write_rows(tmp_path / 'i.jsonl', [row, {**row, 'instance_id': 'b', **change}])
@@ -253,6 +254,16 @@ def test_the_box_holds_one_commit_and_nothing_of_the_future(versions, kind):
   assert not (tmp_path / 'hook_ran').exists()
   verdict = judge.judge_patch(instance, instance.patch)
   assert verdict.resolved, verdict.log
+
+
+def test_attributes_change_no_file_of_the_new_repository(tmp_path, capfd):
+  """Line ends and encodings that git would make of the files of a commit: some cannot even be added so."""
+  for name, data in {'.gitattributes': b'*.bat text eol=crlf\n*.txt working-tree-encoding=UTF-16\n', 'a.bat': b'a\n', 'b.txt': b'odd'}.items():
+    (tmp_path / name).write_bytes(data)
+  repository.tree_script.lose(os.fsencode(tmp_path))
+  assert capfd.readouterr() == ('', '')
+  os.utime(tmp_path / 'a.bat', (1, 1))
+  assert git(tmp_path, 'status', '--short').stdout == b'' and git(tmp_path, 'show', 'HEAD:b.txt').stdout == b'odd'
 
 
 def test_repositories_that_are_not_there_are_told(versions):
@@ -510,7 +521,9 @@ HUMANEVAL = {
     'test': 'def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(-1) == 0\n'}
 
 
-@pytest.mark.parametrize('item, completion', [(MBPP, False), (MBPP, True), (HUMANEVAL, False)])
+@pytest.mark.parametrize('item, completion', [
+    (MBPP, False), (MBPP, True), (HUMANEVAL, False), (json.loads(json.dumps(MBPP).replace('squares', '_squares')), False),
+    (json.loads(json.dumps(HUMANEVAL).replace('inc', 'solution')), False)])  # A private name, and the name of the module.
 def test_items_are_instances(item, completion):
   instance = instances.parse(small_tasks.row(item, completion=completion), 'x')
   judge = Judge(time_s=10.0)

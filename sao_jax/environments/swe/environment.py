@@ -253,7 +253,8 @@ class SWE(base.Environment):
 
   def _take_box(self, instance: Instance) -> None:
     try:
-      box = self._pool.take() if self._pool is not None and not instance.image else self._judge.open_box(instance)
+      pooled = self._pool is not None and not instance.image and not instance.packages
+      box = self._pool.take() if pooled else self._judge.open_box(instance)
     except sandbox.SandboxError as error:
       raise SandboxFailure(f'{instance.instance_id}: {error}') from error
     with self._lock:

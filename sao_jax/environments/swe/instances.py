@@ -10,6 +10,8 @@ lists written as JSON), version, image. Fields of our own say what a row of the 
     log_format   how its results are told: 'unittest' and 'pytest' are observed in the process, 'sympy' is read from the log
     setup        shell text that runs in the repository before the tests
     python       interpreter inside the sandbox, a path or a name
+    packages     without an image: a folder of the host with the packages of the tests, in place of those of this Python; for instance
+                 lib/python3.X/site-packages of a virtual environment of the same Python version; relative to the file
     python_path  folders of the repository that are put on sys.path; default: 'src' where there is one, then '.'
     env          environment variables of the tests
     trusted      patterns of further files that a prediction may not change
@@ -65,6 +67,7 @@ class Instance:
   log_format: str = ''
   setup: str = ''
   python: str = ''
+  packages: str = ''
   python_path: tuple[str, ...] | None = None
   env: Mapping[str, str] = dataclasses.field(default_factory=dict)
   trusted: tuple[str, ...] = ()
@@ -136,7 +139,7 @@ def parse(
 def _parsed(row: Mapping[str, Any], folder: pathlib.Path, repositories: str) -> Instance:
   texts = {name: _text(row, name) for name in ('instance_id', 'problem_statement', 'test_patch')}
   optional = {name: _text(row, name, needed=False) for name in (
-      'repo', 'base_commit', 'patch', 'image', 'path', 'test_command', 'log_format', 'setup', 'python')}
+      'repo', 'base_commit', 'patch', 'image', 'path', 'test_command', 'log_format', 'setup', 'python', 'packages')}
   runner, repo_path = _text(row, 'runner', needed=False) or 'pytest', _text(row, 'repo_path', needed=False) or '/testbed'
   version = row.get('version', '')
   if not _ID.fullmatch(texts['instance_id']):
@@ -168,6 +171,12 @@ def _parsed(row: Mapping[str, Any], folder: pathlib.Path, repositories: str) -> 
   if PUBLISHED_IMAGES.search(optional['image']):
     optional['python'] = optional['python'] or f'{CONDA}/python'
     env = {'PATH': f'{CONDA}:/opt/miniconda3/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin', **env}
+  if optional['packages']:
+    if optional['image']:
+      raise ValueError('packages are for instances without an image; an image has its own')
+    optional['packages'] = str((folder / optional['packages']).resolve())
+    if not os.path.isdir(optional['packages']):
+      raise ValueError(f'packages: there is no folder {optional["packages"]}')
   optional['path'] = _located(optional, files, folder, repositories)
   return Instance(
       **texts, **optional, fail_to_pass=tuple(dict.fromkeys(fail)), pass_to_pass=keep, version=str(version), files=files, runner=runner,

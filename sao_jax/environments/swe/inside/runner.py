@@ -93,7 +93,7 @@ def command_of(request, source, write, settings):
   roots = [os.path.normpath(os.path.join(request['root'], p)) for p in request['python_path']]
   env.update(HOME=scratch, TMPDIR=scratch, LANG='C.UTF-8', PYTHONDONTWRITEBYTECODE='1', PYTHONHASHSEED='0')
   env['PYTHONPATH'] = os.pathsep.join(roots + request['site'])
-  if request['site']:
+  if request['site'] and not request['plugins']:
     env['PYTEST_DISABLE_PLUGIN_AUTOLOAD'] = '1'  # Those are the host's plugins, not the project's.
   env.update(request['env'])
   if request['kind'] != 'command':
