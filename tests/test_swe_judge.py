@@ -113,6 +113,17 @@ def test_an_instance_that_tells_nothing_is_unusable(judge):
   assert not measured.usable and list(measured.left_out.values()) == ['passes without a patch']
 
 
+def test_lists_may_name_a_path_by_its_end(judge):
+  row, _ = swe_fixtures.flat()
+  tests = "import calc\nimport pytest\n\n\n@pytest.mark.parametrize('x', ['/', '/a/b.py', '//a/c', '/a*/d'])\ndef test_p(x):\n"
+  row['test_patch'] = swe_fixtures.diff(swe_fixtures.FLAT, {'test_calc.py': tests + "  assert calc.add(x, '') == x\n"})
+  row |= {'FAIL_TO_PASS': [f'test_calc.py::test_p[{x}]' for x in ('/', '/b.py', '//a/c', '/a*/d')], 'PASS_TO_PASS': '[]'}
+  instance = instances.parse(row, 'x')
+  verdict = judge.judge_patch(instance, row['patch'])
+  assert verdict.resolved and verdict.controls == 4, (verdict.detail, verdict.outcomes)
+  assert set(judged_files(judge, instance, {'calc.py': 'add = 3\n'}).outcomes.values()) == {'failed'}
+
+
 def test_why_an_instance_cannot_run_is_told(judge):
   row, _ = swe_fixtures.flat()
   row['test_patch'] = swe_fixtures.diff(swe_fixtures.FLAT, {'test_calc.py': 'import old_thing\n\n\ndef test_add():\n  pass\n'})

@@ -351,10 +351,10 @@ def outcomes(reports: Iterable[Any], ids: Sequence[str], *, pytest: bool) -> dic
       for name in names:
         found[name].append(report)
   shortened: dict[str, list[Mapping[str, Any]]] = collections.defaultdict(list)
-  if pytest:  # Lists made from logs hold ids up to their first blank.
+  if pytest:
     for name, values in found.items():
-      if ' ' in name:
-        shortened[name.split()[0]] += values
+      for short in runner_script.names_in_lists(name) - {name} if name.strip() else ():
+        shortened[short] += values
   result = {}
   for test in ids:
     values = found.get(test) or (shortened.get(test) if pytest else found.get(runner_script.dotted(test))) or []

@@ -291,7 +291,7 @@ def pytest_observer(pytest, channel, request):
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config, items):
       if wanted:
-        keep = [i for i in items if i.nodeid in wanted or i.nodeid.split()[0] in wanted]
+        keep = [i for i in items if wanted.intersection(names_in_lists(i.nodeid))]
         kept = set(map(id, keep))
         config.hook.pytest_deselected(items=[i for i in items if id(i) not in kept])
         items[:] = keep
@@ -312,6 +312,13 @@ def pytest_observer(pytest, channel, request):
     channel.send(id=report.nodeid, when=report.when, outcome=report.outcome, raised=raised, xfail=hasattr(report, 'wasxfail'))
 
   return Observer()
+
+
+def names_in_lists(test):
+  """A test's id in pytest, and how lists made from logs may call it: up to its first blank, and with the end of a path for the path."""
+  cut = test.split()[0]
+  match = re.match(r'(.*?)\[(/[^/*][^*]*)\]', cut)
+  return {test, cut, '%s[/%s]' % (match.group(1), match.group(2).split('/')[-1]) if match else cut}
 
 
 def run_unittest(request, roots, channel):
