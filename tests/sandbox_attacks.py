@@ -308,7 +308,7 @@ def inherited() -> Iterator[str]:
   yield 'for n in range(3, 256):\n  try: os.fstat(n)\n  except OSError: continue\n  won(n)'
   yield 'for n in range(0, 256):\n  try: s = socket.socket(fileno=os.dup(n))\n  except OSError: continue\n  won(n, s)'
   yield 'for n in range(0, 3):\n  import stat\n  if not (stat.S_ISFIFO(os.fstat(n).st_mode) or stat.S_ISCHR(os.fstat(n).st_mode)): won(n)'
-  yield tried('if os.getsid(0) != os.getpid(): won()')
+  yield tried('if os.getsid(0) not in (1, os.getpid()): won()')
   yield tried('os.open("/dev/tty", os.O_RDWR)\nwon()')
   yield 'if "{repository}" in " ".join(sys.path) + os.getcwd(): won()'
   yield 'import signal\nfor s in (13, 25, 15, 2):\n  if s != 2 and signal.getsignal(s) == signal.SIG_IGN and s == 15: won(s)'

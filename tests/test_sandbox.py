@@ -142,6 +142,15 @@ def test_processes_files_and_disk(box):
   assert box.run(['sh', '-c', 'rm -f f? big; echo well > ok; cat ok']).stdout == b'well\n'
 
 
+@needs_box
+@pytest.mark.skipif(os.geteuid() != 0 or not os.path.exists('/proc/self/autogroup'),
+                    reason='needs root, and a kernel that divides processors among sessions')
+def test_a_box_stands_back_where_sessions_have_shares():
+  with sandbox.open(limits=sandbox.Limits(nice=7)) as box:
+    assert box.run(['cat', '/proc/self/autogroup']).stdout.endswith(b' nice 7\n')
+    assert box.python().run('print(open("/proc/self/autogroup").read())').output.endswith(' nice 7\n\n')
+
+
 def test_a_flood_is_ended(any_box):
   result = any_box.run(['sh', '-c', 'yes; echo'], time_s=20.0)
   assert result.ending == 'output' and result.stdout_cut and len(result.stdout) < LIMITS.output_bytes + 100

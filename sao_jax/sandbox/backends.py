@@ -202,7 +202,7 @@ def _common(plan: Plan) -> tuple[str, list[list[Any]], dict[str, Any]]:
     environment['PYTHONPATH'] = PACKAGES
   settings = {
       'work': files.FOLDER, 'python': python, 'inside': '/opt/box', 'boot': BOOT, 'packages': [PACKAGES] * plan.packages,
-      'kill': 'namespace', 'confine': True, 'environment': environment | plan.env,
+      'kill': 'namespace', 'confine': True, 'nice': plan.limits.nice, 'environment': environment | plan.env,
       'count_processes': os.geteuid() == 0 or _release() >= (5, 14)}
   return python, mounts, settings
 
@@ -396,7 +396,7 @@ def _container(plan: Plan) -> Connection:
   connection = _start(argv, 'container', pipes=True, container=(program, 'rm', '--force', name))
   settings = {
       'work': files.FOLDER, 'python': 'python3', 'inside': '/opt/box', 'boot': BOOT, 'packages': [], 'kill': 'namespace',
-      'confine': True, 'environment': {'PATH': PATH} | ENVIRONMENT | plan.env, 'count_processes': False}
+      'confine': True, 'nice': plan.limits.nice, 'environment': {'PATH': PATH} | ENVIRONMENT | plan.env, 'count_processes': False}
   return _greet(connection, {'warden': settings}, 600.0)  # The image may have to be fetched.
 
 
@@ -413,6 +413,6 @@ def _plain(plan: Plan) -> Connection:
       'HOME': folder + '/box', 'TMPDIR': folder + '/tmp', 'PATH': f'{pathlib.Path(sys.executable).parent}:{PATH}'} | plan.env
   settings = {
       'work': folder + '/box', 'python': sys.executable, 'inside': str(INSIDE), 'boot': BOOT, 'packages': [],
-      'kill': 'children', 'confine': False, 'environment': environment, 'count_processes': False}
+      'kill': 'children', 'confine': False, 'nice': plan.limits.nice, 'environment': environment, 'count_processes': False}
   argv = [sys.executable, *_boot(INSIDE, 'warden', '{socket}', '{socket}')]
   return _greet(_start(argv, 'plain', folder=folder, cwd=folder + '/box'), {'warden': settings})
