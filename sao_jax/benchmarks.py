@@ -153,6 +153,8 @@ def load(benchmark: Benchmark, path: str | os.PathLike[str], *, limit: int | Non
     ValueError: a file of another form, a bad row (with file and number), or no row of the benchmark.
     OSError: no such file.
   """
+  if os.fspath(path).startswith(data_sources.TFDS):
+    raise ValueError(f'A benchmark is read from a file, got {os.fspath(path)!r}; name the file that the data set was built from.')
   source = data_sources.open({'path': os.fspath(path), 'parse': benchmark.parse})
   problems = []
   for index in range(len(source)):

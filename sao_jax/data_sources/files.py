@@ -102,7 +102,7 @@ def _bytes(path: str) -> mmap.mmap | bytes:
     try:
       data: mmap.mmap | bytes = epath.Path(path).read_bytes()
     except KeyError as error:
-      raise ValueError(f'{path}: nothing here opens addresses that begin with {error}; copy the file to a disk or a bucket.') from error
+      raise ValueError(f'{path}: nothing here opens addresses that begin with {error}; copy the file to a disk or a bucket.') from None
   else:
     if not stat.S_ISREG(os.stat(local(path)).st_mode):
       raise ValueError(f'{path} is no file but a pipe or a device; rows are read by their place, so copy them into a file.')

@@ -35,7 +35,7 @@ def path_of(name: str | os.PathLike[str]) -> Path:
   try:
     return importlib.import_module('etils.epath').Path(text)  # Orbax needs it, too, so it is there.
   except KeyError as error:
-    raise ValueError(f'{text}: nothing here opens addresses that begin with {error}; copy it to a disk or a bucket.') from error
+    raise ValueError(f'{text}: nothing here opens addresses that begin with {error}; copy it to a disk or a bucket.') from None
 
 
 def is_remote(path: Path) -> bool:
