@@ -424,6 +424,18 @@ def test_turns_without_calls_wrong_calls_and_the_last_turn(tmp_path):
   env.close()
 
 
+def test_a_long_episode_goes_on_with_a_summary(tmp_path):
+  env = made(tmp_path, swe_fixtures.flat()[0], compaction='summary', max_turns=4, judge=False)
+  opening = env.reset(env.sample_task(0, 'test', 0)).messages
+  said = env.step_calls([call('shell', command='touch kept')], '').observation.messages
+  assert 'summary' in env.compact((*opening, {'role': 'assistant', 'content': '...'}, *said), 9).messages[-1]['content']
+  result = env.step_calls([call('submit')], 'I made a file.')
+  assert result.observation.restart and result.observation.messages[-1]['content'].endswith('I made a file.') and not result.terminated
+  assert 'kept' in env.step_calls([call('shell', command='ls')], '').observation.messages[0]['content']
+  assert env.step_calls([], '').terminated  # The summary was a turn, too.
+  env.close()
+
+
 def test_an_episode_that_is_cut_writes_what_is_there(tmp_path):
   env = made(tmp_path, swe_fixtures.flat()[0], judge=False, predictions=str(tmp_path / 'out'))
   env.reset(env.sample_task(0, 'test', 0))
