@@ -174,11 +174,24 @@ def test_hunks_may_stand_elsewhere_but_must_fit():
     patches.apply(patch.replace(b' x', b' w'), old.get)
 
 
-@pytest.mark.parametrize('path', ['../x', '/etc/x', 'a/../../x', '.git/config', 'a/.GIT/hooks/x', 'a//b', './a'])
+@pytest.mark.parametrize('path', ['../x', '/etc/x', 'a/../../x', '.git/config', 'a/.GIT/hooks/x', 'a//b', './a',
+                                  'x' * 256, 'a/' + 'ü' * 128, 'd/' * 2000 + 'x'])
 def test_paths_that_lead_elsewhere_are_refused(path):
   patch = f'diff --git a/{path} b/{path}\nnew file mode 100644\n--- /dev/null\n+++ b/{path}\n@@ -0,0 +1 @@\n+x\n'
   with pytest.raises(patches.PatchError):
     patches.apply(patch.encode(), lambda _: None)
+
+
+@pytest.mark.parametrize('target, written, files', [('t' * 4001, 10**6, 10), ('t', 10**6, 1), ('t' * 60, 100, 10)])
+def test_what_no_box_could_hold_is_refused(monkeypatch, target, written, files):
+  """It is the prediction's fault, and not that of the sandbox which cannot write it."""
+  change = {f'l{i}': Entry(patches.LINK, target.encode()) for i in range(2)}
+  patch = patches.write(change, lambda _: None)
+  assert len(target) > 4000 or patches.apply(patch, lambda _: None) == change
+  monkeypatch.setattr(patches, 'MAX_WRITTEN', written)
+  monkeypatch.setattr(patches, 'MAX_FILES', files)
+  with pytest.raises(patches.PatchError):
+    patches.apply(patch, lambda _: None)
 
 
 @pytest.mark.parametrize('patch', [
@@ -432,6 +445,18 @@ def test_turns_without_calls_wrong_calls_and_the_last_turn(tmp_path):
   assert written['instance_id'] == 'fixture__flat-1' and '+  return a + b' in written['model_patch']
   with pytest.raises(RuntimeError):
     env.step_calls([], '')
+  env.close()
+
+
+def test_a_long_episode_goes_on_with_a_summary(tmp_path):
+  env = made(tmp_path, swe_fixtures.flat()[0], compaction='summary', max_turns=4, judge=False)
+  opening = env.reset(env.sample_task(0, 'test', 0)).messages
+  said = env.step_calls([call('shell', command='touch kept')], '').observation.messages
+  assert 'summary' in env.compact((*opening, {'role': 'assistant', 'content': '...'}, *said), 9).messages[-1]['content']
+  result = env.step_calls([call('submit')], 'I made a file.')
+  assert result.observation.restart and result.observation.messages[-1]['content'].endswith('I made a file.') and not result.terminated
+  assert 'kept' in env.step_calls([call('shell', command='ls')], '').observation.messages[0]['content']
+  assert env.step_calls([], '').terminated  # The summary was a turn, too.
   env.close()
 
 
