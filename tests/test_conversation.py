@@ -260,7 +260,7 @@ def test_other_templates():
         USER, 'x', [{'role': 'tool', 'content': 'y'}], stop_id=None)
   with pytest.raises(ValueError, match='cannot be rendered'):
     conversation.make(factory.chatml('{% for m in'), 'chat')
-  with pytest.raises(ValueError, match="use the 'raw'"):
+  with pytest.raises(ValueError, match="the 'raw' conversation, or pretrained weights whose folder has a template"):
     conversation.make(BYTES, 'chat')
   with pytest.raises(ValueError, match="one of raw, chat, got 'alpaca'"):
     conversation.make(BYTES, 'alpaca')

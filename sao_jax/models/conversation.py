@@ -128,7 +128,9 @@ class ChatConversation:
   def __init__(self, tokenizer: Tokenizer, settings: Mapping[str, Any] | None = None):
     """Raises ValueError where there is no template, or it cannot render a plain conversation."""
     if not tokenizer.chat_template:
-      raise ValueError("The tokenizer has no chat template; use the 'raw' conversation.")
+      raise ValueError(
+          "The tokenizer has no chat template: use an environment with the 'raw' conversation, or pretrained weights whose folder has a "
+          "template (model.tokenizer='pretrained'). What is served, and agent programs behind the gateway, are always chats.")
     self._tokenizer = tokenizer
     self._template = ChatTemplate(tokenizer.chat_template, names=tokenizer.names, settings=settings or {})
     if NAME.search(tokenizer.chat_template):
