@@ -460,6 +460,14 @@ def test_a_long_episode_goes_on_with_a_summary(tmp_path):
   env.close()
 
 
+def test_the_shell_imports_what_the_tests_import(tmp_path):
+  env = made(tmp_path, swe_fixtures.src_layout()[0])
+  env.reset(env.sample_task(0, 'test', 0))
+  told = env.step_calls([call('shell', command='cd /tmp && python3 -c "import numpy, shop; print(shop.__file__)"')], '')
+  assert '/box/repo/src/shop/__init__.py' in told.observation.messages[0]['content']
+  env.close()
+
+
 def test_an_episode_that_is_cut_writes_what_is_there(tmp_path):
   env = made(tmp_path, swe_fixtures.flat()[0], judge=False, predictions=str(tmp_path / 'out'))
   env.reset(env.sample_task(0, 'test', 0))

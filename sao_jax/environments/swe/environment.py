@@ -158,8 +158,12 @@ class SWE(compaction_lib.Compaction, base.Environment):
     except (sandbox.SandboxError, sandbox.PathError) as error:
       raise SandboxFailure(f'{instance.instance_id}: {error}') from error
     where = instance.repo_path if instance.image else repository.ROOT
+    env = dict(instance.env)
+    if not instance.image:  # What the tests can import; in an image the project is installed.
+      roots = [posixpath.normpath(posixpath.join(where, root)) for root in self._judge.trusted(instance).roots]
+      env.setdefault('PYTHONPATH', ':'.join([*roots, sandbox.PACKAGES]))
     self._toolbox = tools.Toolbox(
-        self._box, shell_time_s=self._shell_time_s, max_output=self._max_output, repo_path=where, env=instance.env)
+        self._box, shell_time_s=self._shell_time_s, max_output=self._max_output, repo_path=where, env=env)
     system = SYSTEM.format(root=where) if self._system is None else self._system
     return base.Observation(messages=(
         *(({'role': 'system', 'content': system},) if system else ()), {'role': 'user', 'content': instance.problem_statement}))
