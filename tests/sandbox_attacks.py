@@ -47,11 +47,11 @@ def tried(body: str) -> str:
 
 
 def host_files() -> Iterator[str]:
-  ways = ('p', '"/proc/self/root" + p', '"/proc/1/root" + p', '"/work/" + "../" * 30 + p', '"/proc/1/cwd" + p', 'link(os.symlink)',
+  ways = ('p', '"/proc/self/root" + p', '"/proc/1/root" + p', '"/box/" + "../" * 30 + p', '"/proc/1/cwd" + p', 'link(os.symlink)',
       'link(os.link)')
   for path in ('{secret_file}', '{repository}/pyproject.toml', '/etc/shadow', '/var/log'):
     for way in ways:
-      yield (f'p = {path!r}\ndef link(f):\n  if os.path.lexists("/work/k"): os.unlink("/work/k")\n  f(p, "/work/k")\n  return "/work/k"\n'
+      yield (f'p = {path!r}\ndef link(f):\n  if os.path.lexists("/box/k"): os.unlink("/box/k")\n  f(p, "/box/k")\n  return "/box/k"\n'
              + tried(f'w = {way}\nprint(os.listdir(w) if os.path.isdir(w) else open(w, "rb").read())\nwon(w)'))
   yield tried('for f, d, n in os.walk("/"):\n  if f == "/usr": d.clear()\n  if "secret_of_host" in str(n) + str(d): won(f)')
   yield tried('f = os.open("/", os.O_RDONLY)\nfor _ in range(9): f = os.open("..", os.O_RDONLY, dir_fd=f)\n'
@@ -62,12 +62,12 @@ def proc() -> Iterator[str]:
   for name in ('environ', 'mem', 'maps', 'root/etc', 'cwd', 'fd', 'io', 'stack', 'syscall', 'auxv', 'map_files', 'exe', 'fdinfo',
       'personality'):
     yield tried(f'w = "/proc/1/{name}"\nr = os.listdir(w) if os.path.isdir(w) else open(w, "rb").read(100)\nif r: won(r)')
-  for name, text in (('sysrq-trigger', 'b'), ('sys/kernel/core_pattern', '|/work/x'), ('sys/kernel/hostname', 'mine'),
+  for name, text in (('sysrq-trigger', 'b'), ('sys/kernel/core_pattern', '|/box/x'), ('sys/kernel/hostname', 'mine'),
       ('sys/vm/drop_caches', '3'),
-                     ('sys/vm/overcommit_memory', '1'), ('1/oom_score_adj', '1000'), ('1/comm', 'x'), ('sys/kernel/modprobe', '/work/x'),
+                     ('sys/vm/overcommit_memory', '1'), ('1/oom_score_adj', '1000'), ('1/comm', 'x'), ('sys/kernel/modprobe', '/box/x'),
                      ('sys/net/ipv4/ip_forward', '1'), ('sys/user/max_user_namespaces', '99'), ('1/clear_refs', '1'),
                          ('1/coredump_filter', '1'),
-                     ('sys/fs/binfmt_misc/register', ':x:M::MZ::/work/x:')):
+                     ('sys/fs/binfmt_misc/register', ':x:M::MZ::/box/x:')):
     yield tried(f'open("/proc/{name}", "w").write({text!r})\nwon()')
   for name in ('kcore', 'kmsg', 'kallsyms', 'keys', 'cmdline', 'timer_list', 'config.gz', 'slabinfo'):
     yield tried(f'if open("/proc/{name}", "rb").read(64): won()')
@@ -135,7 +135,7 @@ def memory_bombs() -> Iterator[tuple[str, float]]:
   yield f'import mmap\nfor _ in range(3): os.fork()\nx = mmap.mmap(-1, 100 << 20)\n{touch}time.sleep(9)', 8.0
   yield (f'import mmap\nn = 0\ntry:\n  while n < 999:\n    x = mmap.mmap(-1, 50 << 20)\n    {touch.strip()}\n    n += 1\n'
       f'    x.close()\nexcept OSError: pass', SHORT_S)
-  for place in ('/dev/shm', '/tmp', '/work'):
+  for place in ('/dev/shm', '/tmp', '/box'):
     yield tried(f'for i in range(99): open("{place}/m%d" % i, "wb").write(b"x" * (7 << 20))\nwon()'), 8.0
   yield tried('f = os.memfd_create("x")\nwon()'), 8.0
   yield C + 'if call(29, 0, 1 << 30, 0o1600) > 0 and os.uname().machine == "x86_64": won()', 8.0
@@ -165,8 +165,8 @@ def disk() -> Iterator[tuple[str, float]]:
   yield tried('f = open("held", "wb")\nos.unlink("held")\nfor i in range(100): f.write(b"x" * (1 << 20))\nf.flush()\nwon()'), 8.0
   yield tried('os.mkfifo("pipe")\nos.open("pipe", os.O_RDONLY)'), SHORT_S
   yield tried('import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1 << 40, 1 << 40))\nwon()'), 8.0
-  yield tried('os.setxattr("/work", "user.x", b"x" * 60000)\n'
-      'for i in range(100000): os.setxattr("/work", "user.x%d" % i, b"x" * 60000)\nwon()'), SHORT_S
+  yield tried('os.setxattr("/box", "user.x", b"x" * 60000)\n'
+      'for i in range(100000): os.setxattr("/box", "user.x%d" % i, b"x" * 60000)\nwon()'), SHORT_S
 
 
 def output() -> Iterator[tuple[str, float]]:
@@ -230,13 +230,13 @@ def tracing() -> Iterator[str]:
 
 
 def mounting() -> Iterator[str]:
-  for source, target, kind, flags in (('proc', '/work', 'proc', 0), ('t', '/work', 'tmpfs', 0), ('/usr', '/work', '', 4096), ('', '/',
+  for source, target, kind, flags in (('proc', '/box', 'proc', 0), ('t', '/box', 'tmpfs', 0), ('/usr', '/box', '', 4096), ('', '/',
       '', 32),
-                                      ('', '/usr', '', 32 | 4096), ('s', '/work', 'sysfs', 0), ('d', '/work', 'devtmpfs', 0), ('c',
-                                          '/work', 'cgroup2', 0),
-                                      ('/dev/vda', '/work', 'ext4', 0), ('', '/', '', 1 << 18), ('o', '/work', 'overlay', 0)):
+                                      ('', '/usr', '', 32 | 4096), ('s', '/box', 'sysfs', 0), ('d', '/box', 'devtmpfs', 0), ('c',
+                                          '/box', 'cgroup2', 0),
+                                      ('/dev/vda', '/box', 'ext4', 0), ('', '/', '', 1 << 18), ('o', '/box', 'overlay', 0)):
     yield C + f'if L.mount({source.encode()!r}, {target.encode()!r}, {kind.encode()!r}, {flags}, None) == 0: won()'
-  for target in ('/proc/sys', '/proc/kcore', '/work', '/usr'):
+  for target in ('/proc/sys', '/proc/kcore', '/box', '/usr'):
     yield C + f'if L.umount2({target.encode()!r}, 2) == 0: won()'
   for flag in (0x20000, 0x10000000, 0x10020000, 0x20000000, 0x40000000, 0x8000000, 0x4000000, 0x2000000, 0x80):
     yield C + f'if L.unshare({flag}) == 0: won()'
@@ -247,13 +247,13 @@ def mounting() -> Iterator[str]:
   for number in (428, 430, 433, 442, 429):
     yield C + f'if call({number}, -100, b"/", 0, 0, 0) >= 0: won()'
   yield tried('os.mkdir("j")\nos.chroot("j")\nwon()')
-  yield tried('f = os.open("/", os.O_RDONLY)\nos.chroot("/work")\nos.fchdir(f)\nwon()')
-  yield C + 'if call(155, b"/work", b"/work") == 0 and os.uname().machine == "x86_64": won()'
+  yield tried('f = os.open("/", os.O_RDONLY)\nos.chroot("/box")\nos.fchdir(f)\nwon()')
+  yield C + 'if call(155, b"/box", b"/box") == 0 and os.uname().machine == "x86_64": won()'
 
 
 def devices() -> Iterator[str]:
   for kind, major, minor in (('S_IFBLK', 254, 0), ('S_IFBLK', 8, 0), ('S_IFCHR', 1, 1), ('S_IFCHR', 1, 3), ('S_IFCHR', 10, 232)):
-    yield tried(f'import stat\nos.mknod("/work/dev", stat.{kind} | 0o666, os.makedev({major}, {minor}))\nwon()')
+    yield tried(f'import stat\nos.mknod("/box/dev", stat.{kind} | 0o666, os.makedev({major}, {minor}))\nwon()')
   for name in ('mem', 'kmem', 'kmsg', 'port', 'sda', 'vda', 'nvme0', 'fuse', 'kvm', 'net/tun', 'loop-control', 'mapper/control',
       'tty', 'console'):
     yield tried(f'os.open("/dev/{name}", os.O_RDONLY)\nwon()')
@@ -261,7 +261,7 @@ def devices() -> Iterator[str]:
 
 
 def rights() -> Iterator[str]:
-  for call in ('os.setuid(0)', 'os.seteuid(0)', 'os.setgid(0)', 'os.setgroups([0])', 'os.setresuid(0, 0, 0)', 'os.chown("/work", 0, 0)',
+  for call in ('os.setuid(0)', 'os.seteuid(0)', 'os.setgid(0)', 'os.setgroups([0])', 'os.setresuid(0, 0, 0)', 'os.chown("/box", 0, 0)',
                'os.chmod("/usr/bin/env", 0o777)', 'os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(50))',
                    'os.setpriority(os.PRIO_PROCESS, 1, 19)',
                'os.setpriority(os.PRIO_PROCESS, 0, -10)', 'os.setpriority(os.PRIO_USER, 0, 19)', 'os.sched_setaffinity(1, [0])',
@@ -275,8 +275,8 @@ def rights() -> Iterator[str]:
   for program in ('su', 'sudo', 'mount', 'newgrp', 'passwd', 'pkexec', 'chsh', 'fusermount'):
     yield (f'import subprocess\ntry: r = subprocess.run([{program!r}, "-c", "id"], input=b"", capture_output=True, timeout=3)\n'
         f'except OSError: sys.exit()\nif b"uid=0" in r.stdout: won(r)')
-  yield tried('import shutil\nshutil.copy("/usr/bin/id", "/work/id")\nos.chmod("/work/id", 0o6755)\nimport subprocess\n'
-      'if b"uid=0" in subprocess.run(["/work/id"], capture_output=True).stdout: won()')
+  yield tried('import shutil\nshutil.copy("/usr/bin/id", "/box/id")\nos.chmod("/box/id", 0o6755)\nimport subprocess\n'
+      'if b"uid=0" in subprocess.run(["/box/id"], capture_output=True).stdout: won()')
   yield 'if any(int(l.split()[1], 16) for l in open("/proc/self/status") if l.startswith("Cap")): won()'
 
 
@@ -300,7 +300,7 @@ def read_only() -> Iterator[str]:
   yield tried('os.rename("/usr/bin/env", "/usr/bin/envy")\nwon()')
   yield tried('os.unlink("/etc/passwd")\nwon()')
   yield tried('os.utime("/usr/bin/env", (0, 0))\nwon()')
-  yield tried('os.symlink("/work", "/var/lib")\nwon()')
+  yield tried('os.symlink("/box", "/var/lib")\nwon()')
 
 
 def inherited() -> Iterator[str]:
@@ -308,7 +308,7 @@ def inherited() -> Iterator[str]:
   yield 'for n in range(3, 256):\n  try: os.fstat(n)\n  except OSError: continue\n  won(n)'
   yield 'for n in range(0, 256):\n  try: s = socket.socket(fileno=os.dup(n))\n  except OSError: continue\n  won(n, s)'
   yield 'for n in range(0, 3):\n  import stat\n  if not (stat.S_ISFIFO(os.fstat(n).st_mode) or stat.S_ISCHR(os.fstat(n).st_mode)): won(n)'
-  yield tried('if os.getsid(0) != os.getpid(): won()')
+  yield tried('if os.getsid(0) not in (1, os.getpid()): won()')
   yield tried('os.open("/dev/tty", os.O_RDWR)\nwon()')
   yield 'if "{repository}" in " ".join(sys.path) + os.getcwd(): won()'
   yield 'import signal\nfor s in (13, 25, 15, 2):\n  if s != 2 and signal.getsignal(s) == signal.SIG_IGN and s == 15: won(s)'
@@ -344,7 +344,7 @@ def by_host() -> Iterator[Callable[['Range'], bool]]:
   for argv in (['true'] + ['x'] * 200_000, ['echo', 'y' * (1 << 20)], ['true', '\udcff\udcfe'], ['-c'], [''], ['..'], ['true\n']):
     yield lambda r, a=argv: r.bounded(lambda: r.box.run(a))
   yield lambda r: r.bounded(lambda: r.box.run(['env'], env={'BIG': 'x' * (1 << 20)}))
-  yield lambda r: r.bounded(lambda: r.box.run(['true'], cwd='/work/' + 'd/' * 3000))
+  yield lambda r: r.bounded(lambda: r.box.run(['true'], cwd='/box/' + 'd/' * 3000))
   yield lambda r: r.bounded(lambda: r.box.run(['cat'], stdin=os.urandom(1 << 20)))
   for code in ('import os\nfor f in range(3, 40):\n  try: os.write(f, b"\\0\\0\\0\\5{{}}" * 9)\n  except OSError: pass',
                'import os, struct\nos.write(4, struct.pack(">I", 2**31) + b"x" * 5000)',
@@ -485,7 +485,7 @@ class Range:
 
   def works(self) -> bool:
     """Whether the box still does what it should; also makes room in it."""
-    clean = 'cd /work; find . -mindepth 1 -delete; find /tmp /dev/shm -mindepth 1 -delete; echo works'
+    clean = 'cd /box; find . -mindepth 1 -delete; find /tmp /dev/shm -mindepth 1 -delete; echo works'
     return self.box.run(['sh', '-c', clean], time_s=60.0).stdout == b'works\n'
 
   # --- What the host does -------------------------------------------------------------------------------------------------------

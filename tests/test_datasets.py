@@ -84,8 +84,9 @@ def test_what_is_there_is_kept(built):
     ('tfds:gsm8k', 'train', 'is not prepared in .*build_dataset.py'), ('tfds:no_such_set', 'train', 'no data set that TFDS knows'),
     ('tfds:gsm8k', '', "needs a split, e.g. 'train'")])
 def test_what_is_not_prepared_is_told(tmp_path, path, split, message):
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(ValueError, match=message) as told:
     data_sources.open({'path': path, 'split': split, 'data_dir': str(tmp_path)})
+  assert '\n' not in str(told.value)
 
 
 def test_unknown_splits_are_told(built):

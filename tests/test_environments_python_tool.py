@@ -143,6 +143,30 @@ def test_turns_are_limited():
   assert [r.truncated for r in results] == [False, False, True]
 
 
+def test_a_chat_that_nears_its_limit_goes_on_with_a_summary():
+  env = made(conversation='chat', compaction='summary', max_turns=4)
+  opening = env.reset(task_of(question='What is it?', answer='7')).messages
+  said = env.step_calls([ToolCall('python', {'code': 'x = 7'}, '')], '').observation.messages
+  asked = env.compact((*opening, {'role': 'assistant', 'content': '...'}, *said), 9)
+  assert 'summary' in asked.messages[-1]['content'] and not asked.restart
+  result = env.step_calls([], 'It is in x.')
+  assert result.observation.restart and result.observation.messages[-1]['content'].endswith('It is in x.') and not result.terminated
+  assert env.step_calls([ToolCall('python', {'code': 'x'}, '')], '').observation.messages[0]['content'] == '7'
+  assert env.step_calls([], '\\boxed{7}').reward == 1.0
+  env.close()
+
+
+@pytest.mark.parametrize('settings, shorter', [({'conversation': 'chat'}, True), ({'conversation': 'chat', 'compaction': ''}, False),
+                                               ({'conversation': 'raw'}, False)])
+def test_older_outputs_are_left_out_of_a_chat(settings, shorter):
+  talk = [{'role': 'user', 'content': 'x'}, {'role': 'assistant', 'content': 'y'}, {'role': 'tool', 'content': '1' * 99},
+          {'role': 'assistant', 'content': 'z'}, {'role': 'tool', 'content': '2' * 99}]
+  env = made(**settings)
+  found = env.compact(talk, 9)
+  assert (found is not None) == shorter and (not shorter or [m['content'] for m in found.messages][2::2] == ['[left out]', '2' * 99])
+  env.close()
+
+
 def test_other_markers():
   environment = made(conversation='raw', markers=('>', '\n'), answer_format='last_line', system_prompt='', traceback=False)
   assert environment.stop_strings == ('\n',) and environment.reset(task_of()).text == 'What is 6 * 7?\n'

@@ -174,3 +174,20 @@ class ExtractCodeTest(parameterized.TestCase):
       ('x ```a``` y', None), ('```js\nlet a\n```', None), ('words only', None), ('import os', 'import os'), ('```python\n```', None))
   def test_blocks(self, response, expected):
     self.assertEqual(code_tests.extract_code(response), expected)
+
+
+def test_a_first_box_that_is_late_does_not_take_the_isolation_away(monkeypatch):
+  make, late = code_tests._make_box, [sandbox.SandboxError('No box was ready within 60 s.')]
+
+  def make_box(*arguments):
+    if late:
+      raise late.pop()
+    return make(*arguments)
+
+  monkeypatch.setattr(code_tests, '_make_box', make_box)
+  grader = graders.make('code', isolation='auto')
+  try:
+    grade = grader.grade(fenced('def double(x):\n  return 2 * x'), '', metadata=ASSERTIONS)
+    assert grade.verdict == 'grader_error' and 'within 60 s' in grade.reason and grader._isolation == 'auto'
+  finally:
+    grader.close()

@@ -156,12 +156,18 @@ def break_template(folder):
   path.write_text(json.dumps({**json.loads(path.read_text()), 'chat_template': '{% for m in'}))
 
 
+def explode_template(folder):
+  path = folder / 'tokenizer_config.json'
+  path.write_text(json.dumps({**json.loads(path.read_text()), 'chat_template': "{{ messages[0].content }}{{ 'a' * 10**10 }}"}))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('script, spoil, text', [
     ('train.py', break_weights, 'model.safetensors is cut short'),
     ('train.py', break_shape, 'model.layers.0.mlp.gate_proj.weight (48, 32) instead of (40, 32)'),
     ('evaluate.py', break_weights, 'model.safetensors is cut short'),
-    ('evaluate.py', break_template, 'The chat template cannot be rendered')])
+    ('evaluate.py', break_template, 'The chat template cannot be rendered'),
+    ('evaluate.py', explode_template, 'The chat template was stopped: more memory')])
 def test_a_broken_model_is_told_before_anything_is_compiled(script, spoil, text, tmp_path):
   folder = tmp_path / 'model'
   shutil.copytree(ROOT / 'tests' / 'goldens' / 'tiny_llama', folder)

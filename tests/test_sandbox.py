@@ -4,6 +4,7 @@ import gc
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +13,8 @@ import time
 import pytest
 
 from sao_jax import sandbox
+from sao_jax.sandbox import backends
+from sao_jax.sandbox.inside import wire
 
 LIMITS = sandbox.Limits(time_s=20.0, memory_mb=256, processes=24, file_mb=8, disk_mb=16, output_bytes=4000, flood_mb=4)
 PYTHON = 'python3'
@@ -91,7 +94,7 @@ def test_what_is_no_command_is_the_callers_fault(any_box, argv):
 
 
 def test_a_folder_that_is_not_there(any_box):
-  result = any_box.run(['true'], cwd='/work/nowhere')
+  result = any_box.run(['true'], cwd='/box/nowhere')
   assert result.exit_code == 127 and b'nowhere' in result.stderr
 
 
@@ -139,6 +142,15 @@ def test_processes_files_and_disk(box):
   assert box.run(['sh', '-c', 'rm -f f? big; echo well > ok; cat ok']).stdout == b'well\n'
 
 
+@needs_box
+@pytest.mark.skipif(os.geteuid() != 0 or not os.path.exists('/proc/self/autogroup'),
+                    reason='needs root, and a kernel that divides processors among sessions')
+def test_a_box_stands_back_where_sessions_have_shares():
+  with sandbox.open(limits=sandbox.Limits(nice=7)) as box:
+    assert box.run(['cat', '/proc/self/autogroup']).stdout.endswith(b' nice 7\n')
+    assert box.python().run('print(open("/proc/self/autogroup").read())').output.endswith(' nice 7\n\n')
+
+
 def test_a_flood_is_ended(any_box):
   result = any_box.run(['sh', '-c', 'yes; echo'], time_s=20.0)
   assert result.ending == 'output' and result.stdout_cut and len(result.stdout) < LIMITS.output_bytes + 100
@@ -166,7 +178,7 @@ def test_limits_are_checked(bad):
 def test_files_go_in_and_come_out(any_box):
   data = bytes(range(256)) * 1000
   any_box.write('deep/er/file.bin', data)
-  assert any_box.read('/work/deep/er/file.bin') == data
+  assert any_box.read('/box/deep/er/file.bin') == data
   any_box.write('deep/er/file.bin', b'short', mode=0o755)
   assert any_box.read('deep/er/file.bin') == b'short' and any_box.run(['test', '-x', 'deep/er/file.bin']).ok
   any_box.write('odd\nname ü', b'x')
@@ -174,7 +186,7 @@ def test_files_go_in_and_come_out(any_box):
 
 
 @pytest.mark.parametrize('path', [
-    'nothing', '../x', '/etc/passwd', '/work/../etc/passwd', 'folder', 'fifo', 'link', 'linked/passwd', '', 'a\0b'])
+    'nothing', '../x', '/etc/passwd', '/box/../etc/passwd', 'folder', 'fifo', 'link', 'linked/passwd', '', 'a\0b'])
 def test_paths_that_are_refused(any_box, path):
   any_box.run(['sh', '-c', 'mkdir -p folder; test -p fifo || mkfifo fifo; ln -sfn /etc/passwd link; ln -sfn /etc linked'])
   with pytest.raises(sandbox.PathError):
@@ -321,9 +333,9 @@ def test_mounts_packages_and_environment(tmp_path, monkeypatch):
   (tmp_path / 'open').mkdir(mode=0o777)
   (tmp_path / 'open').chmod(0o777)
   mounts = [sandbox.Mount(tmp_path / 'shown', '/data/in'), sandbox.Mount(tmp_path / 'shown' / 'f', '/data/file'),
-            sandbox.Mount(tmp_path / 'open', '/work/out', writable=True)]
+            sandbox.Mount(tmp_path / 'open', '/box/out', writable=True)]
   with sandbox.open(limits=LIMITS, mounts=mounts, env={'COLOUR': 'red'}, packages=True) as box:
-    script = 'cat /data/in/f /data/file; echo $COLOUR $A_SECRET; touch /data/in/g; echo w > /work/out/w'
+    script = 'cat /data/in/f /data/file; echo $COLOUR $A_SECRET; touch /data/in/g; echo w > /box/out/w'
     assert box.run(['sh', '-c', script]).stdout == b'texttextred\n'
     assert [p.name for p in (tmp_path / 'shown').iterdir()] == ['f'] and (tmp_path / 'open' / 'w').read_text() == 'w\n'
     assert box.run([PYTHON, '-c', 'import numpy, pytest']).ok
@@ -344,7 +356,7 @@ def test_a_mount_that_nobody_else_can_read_is_refused(tmp_path):
 
 @pytest.mark.parametrize('source, target, message', [
     ('/no/such/place', '/data', 'must exist'), ('/usr', 'data', 'absolute'), ('/usr', '/', 'absolute'), ('/usr', '/proc/x', 'cannot stand'),
-    ('/usr', '/a/../b', 'absolute'), ('/usr', '/work', 'cannot stand')])
+    ('/usr', '/a/../b', 'absolute'), ('/usr', '/box', 'cannot stand')])
 def test_mounts_are_checked(source, target, message):
   with pytest.raises(ValueError, match=message):
     sandbox.Mount(source, target)
@@ -418,6 +430,102 @@ def test_close_ends_a_call_of_another_thread(any_box):
   with pytest.raises(sandbox.SandboxError, match='closed'):
     box.run(['true'])
   box.close()
+
+
+def test_descriptors_stay_with_the_call_that_uses_them(monkeypatch):
+  """A box that is closed during a call: the next box gets other numbers, or the call would take what that one says."""
+  box, listening, same = sandbox.open('plain'), threading.Event(), []
+
+  def receive(descriptor, limit, deadline):
+    before = os.fstat(descriptor).st_ino
+    listening.set()
+    end = time.monotonic() + 20.0
+    while os.path.exists(f'/proc/{pid}') and time.monotonic() < end:
+      time.sleep(0.01)
+    files = [open(os.devnull, 'rb') for _ in range(3)]  # pylint: disable=consider-using-with
+    try:
+      same.append(os.fstat(descriptor).st_ino == before)
+    finally:
+      for file in files:
+        file.close()
+    raise wire.WireError('gone')
+
+  pid = box._connection.process.pid
+  monkeypatch.setattr(wire, 'receive', receive)
+  thread = threading.Thread(target=lambda: pytest.raises(sandbox.SandboxError, box.run, ['true']))
+  thread.start()
+  assert listening.wait(20.0)
+  box.close()
+  thread.join(20.0)
+  assert same == [True] and not thread.is_alive()
+
+
+def test_an_interrupted_call_ends_its_box(monkeypatch):
+  box = sandbox.open('plain')
+
+  def receive(*_):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(wire, 'receive', receive)
+  with pytest.raises(KeyboardInterrupt):
+    box.run(['true'])
+  assert box.closed
+
+
+class Halting:
+  """A clock and a poll on it: the first wait is cut short by a jump of an hour; the other side answers after `answer_s` of others."""
+
+  def __init__(self, answer_s):
+    self.now, self.waited_s, self.answer_s, self.halted = 0.0, 0.0, answer_s, False
+
+  def monotonic(self):
+    return self.now
+
+  def poll(self, ms=None):
+    if ms is None:  # As `select.poll()`.
+      return self
+    if not self.halted:
+      self.halted, self.now = True, self.now + 3600.0
+      return []
+    step = min(ms / 1000.0, self.answer_s - self.waited_s)
+    self.now, self.waited_s = self.now + step, self.waited_s + step
+    return [(3, 1)] if self.waited_s >= self.answer_s else []
+
+  def register(self, *_):
+    pass
+
+
+@pytest.mark.parametrize('answer_s, late', [(5.0, False), (50.0, False), (70.0, True)])
+def test_time_in_which_the_machine_stood_still_does_not_count(monkeypatch, answer_s, late):
+  machine = Halting(answer_s)
+  monkeypatch.setattr(wire, 'time', machine)
+  monkeypatch.setattr(wire, 'select', machine)
+  if late:
+    with pytest.raises(wire.Late):
+      wire.wait(3, 1, 60.0)
+    assert 55.0 < machine.waited_s < 65.0
+  else:
+    wire.wait(3, 1, 60.0)
+
+
+def test_a_box_that_is_late_is_no_proof_that_there_can_be_none():
+  ours, theirs = socket.socketpair()
+  with theirs:
+    ours.setblocking(False)
+    connection = backends.Connection(backends.Keeper(), ours.fileno(), ours.detach(), 'namespaces')
+    with pytest.raises(sandbox.SandboxError, match='within 0.1 s') as raised:
+      backends._greet(connection, {}, 0.1)
+    assert not isinstance(raised.value, sandbox.Unavailable)
+
+
+@needs_box
+def test_a_process_forked_from_the_host_does_not_hold_up_its_end():
+  program = ('import os, time\nfrom sao_jax import sandbox\nsandbox.open("namespaces").close()\nchild = os.fork()\n'
+             'if child == 0:\n  os.close(1)\n  time.sleep(60)\n  os._exit(0)\nprint(child)')
+  host = subprocess.run([sys.executable, '-c', program], stdout=subprocess.PIPE, timeout=30.0, check=False,
+                        cwd=pathlib.Path(__file__).parents[1])
+  os.kill(int(host.stdout), signal.SIGKILL)
+  assert host.returncode == 0
 
 
 def test_garbage_leaves_nothing():

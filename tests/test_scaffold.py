@@ -269,6 +269,36 @@ def test_closing_ends_a_call_that_waits(make):
   environment.close()
 
 
+def test_closing_while_the_workspace_is_copied_leaves_nothing(make, tmp_path, monkeypatch):
+  (tmp_path / 'given').mkdir()
+  env, copied, copy = make(workspace=str(tmp_path / 'given')), [], scaffold.shutil.copytree
+
+  def slow(source, target, **kwargs):
+    env.close()
+    copied.append(target)
+    return copy(source, target, **kwargs)
+
+  monkeypatch.setattr(scaffold.shutil, 'copytree', slow)
+  with pytest.raises(base.EnvironmentFailure, match='closed'):
+    env.reset(task_of())
+  assert copied and not copied[0].parent.exists()
+
+
+def test_a_gateway_that_does_not_end_leaves_no_folder(make, monkeypatch):
+  env, give_back = make(), scaffold._shared.give_back
+
+  def hanging(settings):
+    give_back(settings)
+    raise TimeoutError('it did not end')
+
+  monkeypatch.setattr(scaffold._shared, 'give_back', hanging)
+  env.reset(task_of())
+  root = env._episode.root
+  with pytest.raises(TimeoutError):
+    env.close()
+  assert not root.exists()
+
+
 def test_tasks_and_settings(make, source, tmp_path):
   environment = make()
   sets = {split: environment.task_sets(split)[0] for split in ('train', 'test')}

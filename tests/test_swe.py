@@ -174,11 +174,24 @@ def test_hunks_may_stand_elsewhere_but_must_fit():
     patches.apply(patch.replace(b' x', b' w'), old.get)
 
 
-@pytest.mark.parametrize('path', ['../x', '/etc/x', 'a/../../x', '.git/config', 'a/.GIT/hooks/x', 'a//b', './a'])
+@pytest.mark.parametrize('path', ['../x', '/etc/x', 'a/../../x', '.git/config', 'a/.GIT/hooks/x', 'a//b', './a',
+                                  'x' * 256, 'a/' + 'ü' * 128, 'd/' * 2000 + 'x'])
 def test_paths_that_lead_elsewhere_are_refused(path):
   patch = f'diff --git a/{path} b/{path}\nnew file mode 100644\n--- /dev/null\n+++ b/{path}\n@@ -0,0 +1 @@\n+x\n'
   with pytest.raises(patches.PatchError):
     patches.apply(patch.encode(), lambda _: None)
+
+
+@pytest.mark.parametrize('target, written, files', [('t' * 4001, 10**6, 10), ('t', 10**6, 1), ('t' * 60, 100, 10)])
+def test_what_no_box_could_hold_is_refused(monkeypatch, target, written, files):
+  """It is the prediction's fault, and not that of the sandbox which cannot write it."""
+  change = {f'l{i}': Entry(patches.LINK, target.encode()) for i in range(2)}
+  patch = patches.write(change, lambda _: None)
+  assert len(target) > 4000 or patches.apply(patch, lambda _: None) == change
+  monkeypatch.setattr(patches, 'MAX_WRITTEN', written)
+  monkeypatch.setattr(patches, 'MAX_FILES', files)
+  with pytest.raises(patches.PatchError):
+    patches.apply(patch, lambda _: None)
 
 
 @pytest.mark.parametrize('patch', [
@@ -308,7 +321,7 @@ def test_a_policy_that_destroys_its_box_has_changed_nothing(versions):
   _, folder, commits = versions
   instance = instances.parse(row_of(folder, commits[0]), 'x')
   judge = Judge()
-  for script in ('rm -rf /work/repo', 'rm -rf /work/repo; ln -s /etc /work/repo', 'mkdir /work/.swe_out', 'ln -s /etc/passwd /work/.swe_out'):
+  for script in ('rm -rf /box/repo', 'rm -rf /box/repo; ln -s /etc /box/repo', 'mkdir /box/.swe_out', 'ln -s /etc/passwd /box/.swe_out'):
     with judge.open_box(instance) as box:
       judge.base(instance).populate(box, 'python3')
       box.run(['bash', '-c', script])
@@ -331,7 +344,7 @@ def toolbox():
 def test_the_shell_keeps_its_folder_and_variables(toolbox):
   assert toolbox.call('shell', {'command': 'cd / && export A="x y"; B=1'}) == ('(no output)', True)
   assert toolbox.call('shell', {'command': 'pwd; echo "$A$B"; false'}) == ('/\nx y\n(exit status 1)', True)
-  assert toolbox.call('shell', {'command': 'cd /work/repo; ls'})[0].startswith('calc.py')
+  assert toolbox.call('shell', {'command': 'cd /box/repo; ls'})[0].startswith('calc.py')
   assert 'syntax error' in toolbox.call('shell', {'command': 'if'})[0]
   assert toolbox.call('shell', {'command': 'exit 3'})[0] == '(exit status 3)'
   assert toolbox.call('shell', {'command': 'cat'})[0] == '(no output)'
@@ -351,7 +364,7 @@ def test_the_editor(toolbox):
   edit = lambda command, path, **more: toolbox.call('editor', {'command': command, 'path': path, **more})
   assert edit('create', 'new/e.txt', file_text='one\ntwo\none\n') == ('new/e.txt is written: 3 lines', True)
   assert edit('view', 'new/e.txt') == ('     1\tone\n     2\ttwo\n     3\tone', True)
-  assert edit('view', '/work/repo/new/e.txt', view_range=[2, -1]) == ('     2\ttwo\n     3\tone', True)
+  assert edit('view', '/box/repo/new/e.txt', view_range=[2, -1]) == ('     2\ttwo\n     3\tone', True)
   assert 'stands 2 times in new/e.txt (lines 1, 3)' in edit('str_replace', 'new/e.txt', old_str='one', new_str='x')[0]
   assert edit('str_replace', 'new/e.txt', old_str='two\n', new_str='zwei\n')[1]
   assert edit('insert', 'new/e.txt', insert_line=0, new_str='zero')[1] and edit('insert', 'new/e.txt', insert_line=4, new_str='end')[1]
@@ -372,7 +385,7 @@ def test_the_editor(toolbox):
     ({'command': 'view', 'path': 'calc.py', 'view_range': [5, 2]}, 'view_range must'), ({'command': 'create', 'path': '.', 'file_text': ''}, 'folder'),
     ({'command': 'view', 'path': 'leads_out'}, 'error'), ({'command': 'create', 'path': 'leads_out/x', 'file_text': ''}, 'error')])
 def test_the_editor_tells_what_is_wrong(toolbox, arguments, message):
-  toolbox.call('shell', {'command': 'ln -sfn /etc /work/repo/leads_out'})
+  toolbox.call('shell', {'command': 'ln -sfn /etc /box/repo/leads_out'})
   text, well = toolbox.call('editor', arguments)
   assert not well and text.startswith('error: ') and message in text
 
@@ -435,11 +448,23 @@ def test_turns_without_calls_wrong_calls_and_the_last_turn(tmp_path):
   env.close()
 
 
+def test_a_long_episode_goes_on_with_a_summary(tmp_path):
+  env = made(tmp_path, swe_fixtures.flat()[0], compaction='summary', max_turns=4, judge=False)
+  opening = env.reset(env.sample_task(0, 'test', 0)).messages
+  said = env.step_calls([call('shell', command='touch kept')], '').observation.messages
+  assert 'summary' in env.compact((*opening, {'role': 'assistant', 'content': '...'}, *said), 9).messages[-1]['content']
+  result = env.step_calls([call('submit')], 'I made a file.')
+  assert result.observation.restart and result.observation.messages[-1]['content'].endswith('I made a file.') and not result.terminated
+  assert 'kept' in env.step_calls([call('shell', command='ls')], '').observation.messages[0]['content']
+  assert env.step_calls([], '').terminated  # The summary was a turn, too.
+  env.close()
+
+
 def test_the_shell_imports_what_the_tests_import(tmp_path):
   env = made(tmp_path, swe_fixtures.src_layout()[0])
   env.reset(env.sample_task(0, 'test', 0))
   told = env.step_calls([call('shell', command='cd /tmp && python3 -c "import numpy, shop; print(shop.__file__)"')], '')
-  assert '/work/repo/src/shop/__init__.py' in told.observation.messages[0]['content']
+  assert '/box/repo/src/shop/__init__.py' in told.observation.messages[0]['content']
   env.close()
 
 
@@ -498,6 +523,26 @@ def test_a_broken_sandbox_is_a_failure_of_the_environment(tmp_path, monkeypatch)
     env.step_calls([call('shell', command='true')], '')
   assert caught.value.reason == 'environment_sandbox'
   env.close()
+
+
+@pytest.mark.parametrize('warm', [0, 1])
+def test_a_box_that_comes_after_the_end_is_ended(tmp_path, monkeypatch, warm):
+  """`close` may come while the box of a hanging reset is made."""
+  boxes, connect = [], sandbox.backends.connect
+
+  def connected(*arguments):
+    boxes.append(connect(*arguments))
+    return boxes[-1]
+
+  env = made(tmp_path, swe_fixtures.flat()[0], warm=warm, memory_mb=1000 + warm)
+  monkeypatch.setattr(sandbox.backends, 'connect', connected)
+  env.close()
+  with pytest.raises(environments.EnvironmentFailure, match='closed while'):
+    env.reset(env.sample_task(0, 'test', 0))
+  if warm:
+    assert not env._pool._taken
+    env._pool.close()
+  assert boxes and all(box.process.poll() is not None for box in boxes)
 
 
 # --- Items of HumanEval and MBPP -------------------------------------------------------------------------------------------------

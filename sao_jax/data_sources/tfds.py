@@ -26,7 +26,7 @@ class _DataSource:
   def read(self, index: int) -> dict[str, Any]:
     with self._lock:  # Readers share their file position.
       row = self._data[index]
-    return files.plain(row)
+    return files.plain_row(row, row.__getitem__)
 
 
 def open_table(name: str, *, split: str, data_dir: str) -> files.Table:

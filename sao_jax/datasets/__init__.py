@@ -145,7 +145,8 @@ def prepared(name: str, data_dir: str) -> Any:
     builder = tfds.builder(name, **({'data_dir': data_dir} if data_dir else {}))
     ready = pathlib.Path(builder.data_path).joinpath('dataset_info.json').is_file()
   except (tfds.core.registered.DatasetNotFoundError, ValueError, AssertionError) as error:
-    raise ValueError(f'tfds:{name} is no data set that TFDS knows in {data_dir or "its own folder"}: {error}') from error
+    told = str(error).split('\n')[0]  # The rest lists hundreds of data sets.
+    raise ValueError(f'tfds:{name} is no data set that TFDS knows in {data_dir or "its own folder"}: {told}') from error
   if not ready:
     raise ValueError(
         f'tfds:{name} is not prepared in {data_dir or builder.data_path}; build it with launch/build_dataset.py.')

@@ -28,7 +28,7 @@ from typing import Any, Mapping, Sequence
 import numpy as np
 
 from sao_jax import sandbox
-from sao_jax.environments import base, question_answer
+from sao_jax.environments import base, compaction as compaction_lib, question_answer
 from sao_jax.environments.python_tasks import Expressions
 from sao_jax.tool_calls import ToolCall, ToolCallError, Turn
 
@@ -46,7 +46,7 @@ class SandboxFailure(base.EnvironmentFailure):
   reason = 'environment_sandbox'
 
 
-class PythonTool(question_answer.QuestionAnswer):
+class PythonTool(compaction_lib.Compaction, question_answer.QuestionAnswer):
   """The task of the module's docstring.
 
   A task with 'messages' in its data (of a benchmark, which grades by itself) shows these, and ends with the answer and reward 0.
@@ -65,6 +65,7 @@ class PythonTool(question_answer.QuestionAnswer):
     max_output: characters of one observation.
     traceback: whether an observation holds the traceback of an error, or its last line only.
     packages: whether the code can import the packages of this process's Python besides the standard library.
+    compaction: how a chat makes room where `task.compact_room` asks for it: 'drop' (older outputs), 'summary', or ''; see `compaction`.
     backend, image: how the code is kept apart, see `sandbox.open`.
     replayable: set it where all code of the policy does the same when it runs again (no clock, no random numbers of its own); a rollout
       that was interrupted then goes on instead of starting over.
@@ -82,8 +83,8 @@ class PythonTool(question_answer.QuestionAnswer):
       answer_format: str = 'boxed', system_prompt: str | None = None, template: str = '{question}', test_share: float = 0.1,
       expressions: Mapping[str, Any] | None = None, conversation: str = 'chat', markers: Sequence[str] = ('<python>', '</python>'),
       answer_stop: str = '', max_turns: int = 50, max_malformed: int = 10, time_limit_s: float = 10.0, memory_mb: int = 512,
-      max_output: int = 4000, traceback: bool = True, packages: bool = False, backend: str = 'auto', image: str = '',
-      replayable: bool = False,
+      max_output: int = 4000, traceback: bool = True, packages: bool = False, compaction: str = 'drop', backend: str = 'auto',
+      image: str = '', replayable: bool = False,
   ):
     super().__init__(
         source=source, grader=grader, grader_settings=grader_settings, answer_format=answer_format, system_prompt=system_prompt,
@@ -97,11 +98,13 @@ class PythonTool(question_answer.QuestionAnswer):
         raise ValueError(f'{name} must be True or False, got {value!r}.')
     if source is not None and expressions is not None:
       raise ValueError('expressions make questions where there is no source; give one of the two.')
+    compaction_lib.check_way('compaction', compaction)
     base.check_range('max_turns', max_turns, 1, 10_000)
     base.check_range('max_malformed', max_malformed, 1, 10_000)
     base.check_range('max_output', max_output, 16, 1 << 20)
     self._expressions = None if source is not None else Expressions(**dict(expressions or {}))
     self.conversation, self.replayable, self._markers = conversation, replayable, tuple(markers)
+    self.compaction = compaction if conversation == 'chat' else ''  # Raw text has no messages to leave out.
     if conversation == 'chat':
       self.tools = (TOOL,)
     else:
@@ -135,6 +138,7 @@ class PythonTool(question_answer.QuestionAnswer):
 
   def reset(self, task: base.Task) -> base.Observation:
     self._give_back()
+    self.begin_episode()
     self._data, self._turns = task.data, 0
     self._metrics = dict.fromkeys(self.metric_names, 0.0)
     messages = tuple(task.data['messages']) if 'messages' in task.data else self.messages(task.data)
@@ -160,6 +164,8 @@ class PythonTool(question_answer.QuestionAnswer):
   def step_calls(self, calls: Sequence[ToolCall | ToolCallError], text: str) -> base.StepResult:
     """A turn of a chat: the answer, or calls."""
     self._check_running('step_calls')
+    if (shorter := self.take_summary(text)) is not None:
+      return self._continued(messages=shorter.messages, restart=True)
     if not calls:
       return self._answered(text)
     replies = []

@@ -302,6 +302,14 @@ class Episode:
 
   def start(self) -> None:
     """Raises ScaffoldFailure where it cannot be started, gateway.Ended where the episode was closed meanwhile."""
+    try:
+      self._start()
+    except BaseException:
+      if self._closed and self.root is not None:
+        shutil.rmtree(self.root, ignore_errors=True)  # What was copied meanwhile has made it again.
+      raise
+
+  def _start(self) -> None:
     e, data = self._environment, dict(self._task.data)
     with self._lock:
       if self._closed:
@@ -362,16 +370,21 @@ class Episode:
       return
     if self.process is not None:
       self.process.end()
-    if self.session is not None:
-      self.session.end()
-      self._server.remove(self._key)
-      _shared.give_back(self._environment._settings)
-    if keep and self.session is not None:
-      target = pathlib.Path(keep)
-      target.mkdir(parents=True, exist_ok=True)
-      (self.root / 'transcript.json').write_text(json.dumps(self.session.transcript()))
-      shutil.move(self.root, target / f'{self._task.split}-{self._task.index}-{self._task.attempt}-{self.root.name}')
-    shutil.rmtree(self.root, ignore_errors=True)
+    try:
+      if self.session is not None:
+        self.session.end()
+        self._server.remove(self._key)
+        if keep:
+          self._keep(pathlib.Path(keep))
+      shutil.rmtree(self.root, ignore_errors=True)
+    finally:
+      if self.session is not None:
+        _shared.give_back(self._environment._settings)
+
+  def _keep(self, target: pathlib.Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    (self.root / 'transcript.json').write_text(json.dumps(self.session.transcript()))
+    shutil.move(self.root, target / f'{self._task.split}-{self._task.index}-{self._task.attempt}-{self.root.name}')
 
 
 def _observation(prompt: gateway.Prompt) -> base.Observation:

@@ -87,7 +87,12 @@ class CodeTests(base.Grader):
   def _judge(self, program: str, tests: str) -> tuple[str, str]:
     nonce = secrets.token_hex(16)
     with self._free:
-      pool = self._boxes()
+      try:
+        pool = self._boxes()
+      except sandbox.Unavailable:
+        raise
+      except sandbox.SandboxError as error:
+        return 'grader_error', str(error)
       run = self._run if pool is None else functools.partial(self._run_in_box, pool)
       outcome = run({
           'program': program, 'tests': tests, 'nonce': nonce, 'time_limit_s': self._time_limit_s, 'memory_mb': self._memory_mb})
@@ -121,7 +126,7 @@ class CodeTests(base.Grader):
 
   def _run_in_box(self, pool: sandbox.Pool, request: dict[str, Any]) -> dict[str, Any] | None:
     """As `_run`, in a box that is this program's alone. A supervisor that says nothing was ended by the program."""
-    environment = {'PATH': os.defpath, 'HOME': '/work', 'TMPDIR': '/tmp', 'LANG': 'C.UTF-8'}
+    environment = {'PATH': os.defpath, 'HOME': sandbox.FOLDER, 'TMPDIR': '/tmp', 'LANG': 'C.UTF-8'}
     request |= {'environment': sorted(environment), 'packages': [sandbox.PACKAGES]}
     try:
       box = pool.take()

@@ -13,8 +13,9 @@ from sao_jax.sandbox.backends import PACKAGES
 from sao_jax.sandbox.base import Limits, Mount, PathError, PythonResult, Result, SandboxError, Unavailable
 from sao_jax.sandbox.box import Box, PythonSession, open  # pylint: disable=redefined-builtin
 from sao_jax.sandbox.inside.collect import shorten
+from sao_jax.sandbox.inside.files import FOLDER
 from sao_jax.sandbox.pool import Pool
 
 __all__ = [
-    'Box', 'Limits', 'Mount', 'PACKAGES', 'PathError', 'Pool', 'PythonResult', 'PythonSession', 'Result', 'SandboxError', 'Unavailable',
-    'open', 'shorten']
+    'Box', 'FOLDER', 'Limits', 'Mount', 'PACKAGES', 'PathError', 'Pool', 'PythonResult', 'PythonSession', 'Result', 'SandboxError',
+    'Unavailable', 'open', 'shorten']

@@ -28,14 +28,14 @@ import time
 from typing import Any, Sequence
 
 from sao_jax.sandbox import base
-from sao_jax.sandbox.inside import proc, wire
+from sao_jax.sandbox.inside import files, proc, wire
 
 START_S = 60.0  # For a box to be ready, on a machine that is busy.
 INSIDE = pathlib.Path(__file__).resolve().parent / 'inside'
 PATH = '/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin'
 PACKAGES = '/opt/packages'
 _OTHER_USER = 0x6FFFFFFF  # What root starts bubblewrap as: root in a box would be root of the host, only without capabilities.
-ENVIRONMENT = {'HOME': '/work', 'TMPDIR': '/tmp', 'LANG': 'C.UTF-8', 'USER': 'box', 'LOGNAME': 'box', 'TERM': 'dumb'}
+ENVIRONMENT = {'HOME': files.FOLDER, 'TMPDIR': '/tmp', 'LANG': 'C.UTF-8', 'USER': 'box', 'LOGNAME': 'box', 'TERM': 'dumb'}
 
 
 # Runs a module of `inside` without the package around it, which neither a box nor a quick start has: its folder, its name, its arguments.
@@ -87,7 +87,15 @@ class Keeper:
 
 @dataclasses.dataclass
 class Connection:
-  """A started warden: `process` ends when the box does, and ending it ends the box. `folder`: a folder of the host to be removed after."""
+  """A started warden.
+
+  Attributes:
+    process: ends when the box does, and ending it ends the box.
+    reader, writer: descriptors to it, one and the same where it is a socket.
+    folder: of the host, to be removed after the end.
+    container: command that ends the container.
+    busy: held while the descriptors are used, and while they are closed: the next file that is opened gets their numbers.
+  """
 
   process: subprocess.Popen | Keeper
   reader: int
@@ -95,22 +103,43 @@ class Connection:
   backend: str
   folder: str | None = None
   container: tuple[str, ...] = ()
+  busy: Any = dataclasses.field(default_factory=threading.RLock)
 
   def end(self) -> None:
-    """Ends the box and all that runs in it; waits until its first process is gone."""
-    for descriptor in {self.reader, self.writer}:
-      os.close(descriptor)
-    if self.container:
-      subprocess.run(self.container, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60, check=False)
+    """Ends the box and all that runs in it; waits until its first process is gone. A request of another thread finds the box gone."""
+    with contextlib.ExitStack() as last:
+      last.callback(self._release)
+      last.callback(self._wait)
+      if self.reader == self.writer:  # Else they are pipes, which end with the container.
+        hang_up(self.reader)
+      if self.container:
+        subprocess.run(self.container, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60, check=False)
+
+  def _wait(self) -> None:
     try:
-      self.process.wait(5.0 if self.backend in ('plain', 'container') else 0.5)  # It goes by itself when the host's end is closed.
+      self.process.wait(5.0 if self.backend in ('plain', 'container') else 0.5)  # It goes by itself when the host has hung up.
     except subprocess.TimeoutExpired:
       self.process.kill()
       self.process.wait(30.0)
+
+  def _release(self) -> None:
+    """Closes the host's ends. A request that uses them ends now, since the other end is gone."""
+    if self.busy.acquire(timeout=60.0):
+      for descriptor in {self.reader, self.writer}:
+        os.close(descriptor)
+      self.busy.release()
     if self.process.stderr is not None:
       self.process.stderr.close()
     if self.folder:
       shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def hang_up(descriptor: int) -> None:
+  """Ends a socket for both sides, for every process and thread that has it; the descriptor stays."""
+  end = socket.socket(fileno=descriptor)
+  with contextlib.suppress(OSError):  # The other side has hung up before.
+    end.shutdown(socket.SHUT_RDWR)
+  end.detach()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +172,7 @@ def _interpreter() -> tuple[str, tuple[tuple[str, str], ...]]:
     raise base.Unavailable(f'The Python installation of this process was not found below {prefix}.')
   if prefix.is_relative_to('/usr'):
     return str(found), ()
-  if prefix.parts[1] in ('work', 'tmp', 'proc', 'dev', 'sys', 'etc', 'run', 'var') or str(prefix).startswith('/opt/box'):
+  if prefix.parts[1] in ('box', 'tmp', 'proc', 'dev', 'sys', 'etc', 'run', 'var') or str(prefix).startswith('/opt/box'):
     raise base.Unavailable(
         f'The Python installation lies in {prefix}, where a box has a folder of its own; start from one elsewhere (/usr, /opt, a home).')
   return str(found), ((str(prefix), str(prefix)),)
@@ -172,8 +201,8 @@ def _common(plan: Plan) -> tuple[str, list[list[Any]], dict[str, Any]]:
   if plan.packages:
     environment['PYTHONPATH'] = PACKAGES
   settings = {
-      'work': '/work', 'python': python, 'inside': '/opt/box', 'boot': BOOT, 'packages': [PACKAGES] * plan.packages,
-      'kill': 'namespace', 'confine': True, 'environment': environment | plan.env,
+      'work': files.FOLDER, 'python': python, 'inside': '/opt/box', 'boot': BOOT, 'packages': [PACKAGES] * plan.packages,
+      'kill': 'namespace', 'confine': True, 'nice': plan.limits.nice, 'environment': environment | plan.env,
       'count_processes': os.geteuid() == 0 or _release() >= (5, 14)}
   return python, mounts, settings
 
@@ -218,12 +247,21 @@ def _boot(folder: str | pathlib.Path, module: str, *arguments: str) -> list[str]
 
 
 def _greet(connection: Connection, header: dict[str, Any], patience_s: float = START_S) -> Connection:
-  """Sends the settings and waits until the warden is ready. Raises Unavailable with its reason where it is not."""
+  """Sends the settings and waits until the warden is ready.
+
+  Raises:
+    Unavailable: it says that there can be no box, and why, or ends.
+    SandboxError: it has said nothing in time, which is no reason to think that there can be none.
+  """
   deadline = time.monotonic() + patience_s
   try:
     wire.send(connection.writer, header, (), deadline)
     frame = wire.receive(connection.reader, 0, deadline)
     reason = 'it ended without a word' if frame is None else frame[0].get('refused', '')
+  except wire.Late as error:
+    connection.process.kill()
+    connection.end()
+    raise base.SandboxError(f'No box by {connection.backend} was ready within {patience_s:g} s.') from error
   except wire.WireError as error:
     frame, reason = None, str(error)
   if frame is not None and frame[0].get('ready') is True:
@@ -281,6 +319,7 @@ def _start_foundry() -> tuple[subprocess.Popen, socket.socket]:
 def _end_foundry() -> None:
   process, orders = _foundries.pop(os.getpid(), (None, None))
   if process is not None:
+    hang_up(orders.fileno())  # A process that was forked from this one may have it, too.
     orders.close()
     process.wait()
 
@@ -321,13 +360,13 @@ def _bubblewrap(plan: Plan) -> Connection:
   for name in proc.COVERED:
     if os.path.exists('/proc/' + name):
       argv += ['--ro-bind', '/dev/null', '/proc/' + name]
-  for path in ('/work', '/tmp', '/dev/shm'):
+  for path in (files.FOLDER, '/tmp', '/dev/shm'):
     argv += ['--size', str(plan.limits.disk_mb << 20), '--tmpfs', path]
   for source, target, writable in mounts:
     argv += ['--bind' if writable else '--ro-bind', source, target]
   for path in [] if plan.packages else _packages_of_installation():
     argv += ['--tmpfs', path, '--remount-ro', path]
-  argv += ['--remount-ro', '/dev', '--remount-ro', '/', '--chdir', '/work', '--', python]
+  argv += ['--remount-ro', '/dev', '--remount-ro', '/', '--chdir', files.FOLDER, '--', python]
   argv += _boot('/opt/box', 'warden', '{socket}', '{socket}')
   settings['count_processes'] = _release() >= (5, 14)  # Before, the user's other processes would count.
   return _greet(_start(argv, 'bubblewrap', user=_OTHER_USER if os.geteuid() == 0 else None), {'warden': settings})
@@ -348,17 +387,16 @@ def _container(plan: Plan) -> Connection:
       program, 'run', '--rm', '-i', '--name', name, '--pull', 'missing', '--network', 'none', '--cap-drop', 'ALL', '--security-opt',
       'no-new-privileges', '--pids-limit', str(limits.processes + 4), '--memory', f'{limits.memory_mb + limits.disk_mb}m', '--memory-swap',
       f'{limits.memory_mb + limits.disk_mb}m', '--hostname', 'box', '--ipc', 'private', '--workdir', '/', '--log-driver', 'none', '--tmpfs',
-      f'/work:rw,exec,nosuid,nodev,size={limits.disk_mb}m,mode=1777', '--tmpfs',
+      f'{files.FOLDER}:rw,exec,nosuid,nodev,size={limits.disk_mb}m,mode=1777', '--tmpfs',
       f'/tmp:rw,exec,nosuid,nodev,size={limits.disk_mb}m,mode=1777',
       '--volume', f'{INSIDE}:/opt/box:ro']
   for mount in plan.mounts:
     argv += ['--volume', f'{mount.real_source}:{mount.target}{"" if mount.writable else ":ro"}']
   argv += ['--entrypoint', 'python3', plan.image, *_boot('/opt/box', 'warden', '0', '1')]
   connection = _start(argv, 'container', pipes=True, container=(program, 'rm', '--force', name))
-  environment = {k: v for k, v in ENVIRONMENT.items() if k != 'HOME'} | {'HOME': '/work'} | plan.env
   settings = {
-      'work': '/work', 'python': 'python3', 'inside': '/opt/box', 'boot': BOOT, 'packages': [], 'kill': 'namespace',
-      'confine': True, 'environment': {'PATH': PATH} | environment, 'count_processes': False}
+      'work': files.FOLDER, 'python': 'python3', 'inside': '/opt/box', 'boot': BOOT, 'packages': [], 'kill': 'namespace',
+      'confine': True, 'nice': plan.limits.nice, 'environment': {'PATH': PATH} | ENVIRONMENT | plan.env, 'count_processes': False}
   return _greet(connection, {'warden': settings}, 600.0)  # The image may have to be fetched.
 
 
@@ -369,12 +407,12 @@ def _plain(plan: Plan) -> Connection:
   if plan.mounts:
     raise ValueError('The plain backend has no mounts: what runs in it sees all files of this user anyway.')
   folder = tempfile.mkdtemp(prefix='sao-box-')
-  os.mkdir(os.path.join(folder, 'work'))
+  os.mkdir(os.path.join(folder, 'box'))
   os.mkdir(os.path.join(folder, 'tmp'))
   environment = ENVIRONMENT | {
-      'HOME': folder + '/work', 'TMPDIR': folder + '/tmp', 'PATH': f'{pathlib.Path(sys.executable).parent}:{PATH}'} | plan.env
+      'HOME': folder + '/box', 'TMPDIR': folder + '/tmp', 'PATH': f'{pathlib.Path(sys.executable).parent}:{PATH}'} | plan.env
   settings = {
-      'work': folder + '/work', 'python': sys.executable, 'inside': str(INSIDE), 'boot': BOOT, 'packages': [],
-      'kill': 'children', 'confine': False, 'environment': environment, 'count_processes': False}
+      'work': folder + '/box', 'python': sys.executable, 'inside': str(INSIDE), 'boot': BOOT, 'packages': [],
+      'kill': 'children', 'confine': False, 'nice': plan.limits.nice, 'environment': environment, 'count_processes': False}
   argv = [sys.executable, *_boot(INSIDE, 'warden', '{socket}', '{socket}')]
-  return _greet(_start(argv, 'plain', folder=folder, cwd=folder + '/work'), {'warden': settings})
+  return _greet(_start(argv, 'plain', folder=folder, cwd=folder + '/box'), {'warden': settings})

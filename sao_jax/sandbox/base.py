@@ -9,6 +9,8 @@ import dataclasses
 import pathlib
 from typing import Any
 
+from sao_jax.sandbox.inside import files
+
 ENDINGS = ('exited', 'killed', 'time', 'memory', 'processes', 'output')
 
 
@@ -87,8 +89,8 @@ class Mount:
     target = pathlib.PurePosixPath(self.target)
     if not target.is_absolute() or '..' in target.parts or target == pathlib.PurePosixPath('/') or '\0' in self.target:
       raise ValueError(f'The target of a mount must be an absolute path without "..", got {self.target!r}.')
-    if target.parts[1] in ('proc', 'dev', 'sys') or str(target) in ('/work', '/tmp', '/usr', '/etc', '/opt/box'):
-      raise ValueError(f'A mount cannot stand in the place of {self.target!r}; use a folder such as /data or one below /work.')
+    if target.parts[1] in ('proc', 'dev', 'sys') or str(target) in (files.FOLDER, '/tmp', '/usr', '/etc', '/opt/box'):
+      raise ValueError(f'A mount cannot stand in the place of {self.target!r}; use a folder such as /data or one below {files.FOLDER}.')
 
   @property
   def real_source(self) -> str:

@@ -10,7 +10,6 @@ import itertools
 import logging
 import os
 import pathlib
-import threading
 import time
 import weakref
 from typing import Any, Mapping, Sequence
@@ -80,7 +79,6 @@ class Box:
   def __init__(self, connection: backends.Connection, limits: base.Limits):
     self.backend, self.limits = connection.backend, limits
     self._connection = connection
-    self._lock = threading.Lock()  # Held during a request.
     self._numbers = itertools.count(1)
     self._finish = weakref.finalize(self, _end, connection)
 
@@ -101,7 +99,7 @@ class Box:
   # --- Commands ---------------------------------------------------------------------------------------------------------------
 
   def run(
-      self, argv: Sequence[str], *, stdin: bytes = b'', cwd: str = '/work', time_s: float | None = None,
+      self, argv: Sequence[str], *, stdin: bytes = b'', cwd: str = files.FOLDER, time_s: float | None = None,
       env: Mapping[str, str] | None = None, limits: base.Limits | None = None,
   ) -> base.Result:
     """Runs a command to its end or its limit, and ends whatever it leaves behind (Python sessions stay).
@@ -131,7 +129,7 @@ class Box:
     except (KeyError, TypeError, ValueError, IndexError) as error:
       raise self._broken(f'an answer that cannot be read: {error}') from error
 
-  def python(self, *, cwd: str = '/work', env: Mapping[str, str] | None = None, limits: base.Limits | None = None) -> PythonSession:
+  def python(self, *, cwd: str = files.FOLDER, env: Mapping[str, str] | None = None, limits: base.Limits | None = None) -> PythonSession:
     """An interpreter in the box whose state stays between calls. Raises SandboxError where it cannot be started."""
     limits, _ = self._limits(limits, None)
     number = next(self._numbers)
@@ -251,15 +249,22 @@ class Box:
 
   def _ask(self, header: dict[str, Any], blobs: list[bytes], patience_s: float, limit: int) -> tuple[dict[str, Any], list[bytes]]:
     """One request and its answer. Raises SandboxError, and closes the box, where there is none in time."""
-    with self._lock:
+    try:
+      data = wire.packed(header, blobs)
+    except wire.WireError as error:
+      raise ValueError(f'The request is too large: {error}.') from None
+    with self._connection.busy:
       if self.closed:
         raise base.SandboxError('The box is closed.')
       deadline = time.monotonic() + patience_s
       try:
-        wire.send(self._connection.writer, header, blobs, deadline)
+        wire.write_all(self._connection.writer, data, deadline)
         frame = wire.receive(self._connection.reader, limit, deadline)
       except (wire.WireError, OSError) as error:
         raise self._broken(str(error)) from error
+      except BaseException:  # Interrupted, by Ctrl-C say: the next call would take the answer for its own.
+        self.close()
+        raise
       if frame is None:
         raise self._broken('its warden ended')
       if 'failed' in frame[0]:

@@ -22,7 +22,7 @@ from typing import Any, Mapping, Sequence
 import numpy as np
 
 from sao_jax import sandbox
-from sao_jax.environments import base
+from sao_jax.environments import base, compaction as compaction_lib
 from sao_jax.environments.swe import instances as instances_lib
 from sao_jax.environments.swe import patches, repository, small_tasks, tools
 from sao_jax.environments.swe.instances import Instance
@@ -40,7 +40,7 @@ REPLY_SYSTEM = 'Write the whole new text of the file, in one code block.'
 METRICS = ('success', 'resolved', 'submitted', 'diff_lines', 'tool_calls', 'errors', 'forged')
 
 
-class SWE(base.Environment):
+class SWE(compaction_lib.Compaction, base.Environment):
   """Instances of a file.
 
   Args:
@@ -57,6 +57,7 @@ class SWE(base.Environment):
     target: file that a reply is the text of.
     system_prompt: system message; None for the usual one, '' for none.
     max_turns: turns after which the repository is taken as it is; `task.max_turns` must be as large.
+    compaction: how tools make room where `task.compact_room` asks for it: 'drop' (older outputs), 'summary', or ''; see `compaction`.
     shell_time_s: of one shell command.
     max_output: characters of an observation.
     test_time_s: of one run of the tests.
@@ -81,9 +82,9 @@ class SWE(base.Environment):
   def __init__(
       self, *, source: Any = '', generated: int = 0, repositories: str = '', measured: str = '', items: bool = False, limit: int = 0,
       interface: str = 'tools', conversation: str = 'chat', stop_strings: Sequence[str] = (), target: str = small_tasks.TARGET,
-      system_prompt: str | None = None, max_turns: int = 300, shell_time_s: float = 60.0, max_output: int = 10_000,
-      test_time_s: float = 900.0, memory_mb: int = 4096, controls: int = 1, backend: str = 'auto', warm: int = 0, judge: bool = True,
-      predictions: str = '', test_share: float = 0.1,
+      system_prompt: str | None = None, max_turns: int = 300, compaction: str = 'drop', shell_time_s: float = 60.0,
+      max_output: int = 10_000, test_time_s: float = 900.0, memory_mb: int = 4096, controls: int = 1, backend: str = 'auto', warm: int = 0,
+      judge: bool = True, predictions: str = '', test_share: float = 0.1,
   ):
     for name, value, choices in (
         ('interface', interface, INTERFACES), ('conversation', conversation, base.CONVERSATIONS), ('items', items, (False, True)),
@@ -98,6 +99,8 @@ class SWE(base.Environment):
         ('max_output', max_output, 200, 10**7), ('memory_mb', memory_mb, 64, 1 << 20), ('warm', warm, 0, 64),
         ('test_share', test_share, 0.001, 0.999)):
       base.check_range(name, value, low, high)
+    compaction_lib.check_way('compaction', compaction)
+    self.compaction = compaction if interface == 'tools' else ''  # A reply is one turn.
     self.conversation, self.stop_strings = conversation, tuple(stop_strings)
     self.tools = tools.definitions(shell_time_s) if interface == 'tools' else ()
     self._interface, self._target, self._system = interface, target, system_prompt
@@ -108,7 +111,7 @@ class SWE(base.Environment):
         _hashable(source, generated), generated, repositories, measured, items, completion, limit, test_share, _stamps(source, measured))
     self._judge = _judge(backend, memory_mb, float(test_time_s), controls)
     self._pool = _pool(backend, memory_mb, warm) if warm else None
-    self._lock = threading.Lock()
+    self._lock, self._closed = threading.Lock(), False  # Of the box, which `close` may take away from a call that hangs.
     self._box: sandbox.Box | None = None
     self._instance: Instance | None = None
     self._task: base.Task | None = None
@@ -145,6 +148,7 @@ class SWE(base.Environment):
     self._task, (self._instance, self._measured) = task, self._instance_of(task)
     self._metrics = dict.fromkeys(METRICS, 0.0)
     self._turns = 0
+    self.begin_episode()
     if self._interface == 'reply':
       return self._ask()
     instance = self._instance
@@ -196,13 +200,15 @@ class SWE(base.Environment):
     if self._instance is None:
       raise RuntimeError('step_calls was called without a running episode; call reset first.')
     self._turns += 1
+    if (shorter := self.take_summary(text)) is not None and self._turns < self._max_turns:
+      return base.StepResult(shorter, metrics=dict(self._metrics))
     replies = []
     try:
       for call in calls[:MAX_CALLS_A_TURN]:
         if isinstance(call, ToolCall) and call.name == 'submit':
           self._metrics['tool_calls'] += 1
           self._metrics['submitted'] = 1.0
-          return self._end(self._extract())
+          return self._end(self._extract(self._instance))
         replies.append(('tool', self._answer(call)))
       if not calls:
         self._metrics['errors'] += 1
@@ -210,7 +216,7 @@ class SWE(base.Environment):
       elif len(calls) > MAX_CALLS_A_TURN:
         replies.append(('tool', f'error: at most {MAX_CALLS_A_TURN} calls a turn, the others were left out'))
       if self._turns >= self._max_turns:
-        return self._end(self._extract())
+        return self._end(self._extract(self._instance))
     except (sandbox.SandboxError, sandbox.PathError) as error:
       raise SandboxFailure(f'{self._instance.instance_id}: {error}') from error
     messages = tuple({'role': role, 'content': content} for role, content in replies)
@@ -225,8 +231,8 @@ class SWE(base.Environment):
     self._metrics['errors'] += not well
     return answer
 
-  def _extract(self) -> patches.Change:
-    change, left = repository.extract(self._box, self._judge.python(self._instance), self._judge.base(self._instance))
+  def _extract(self, instance: Instance) -> patches.Change:
+    change, left = repository.extract(self._box, self._judge.python(instance), self._judge.base(instance))
     self._metrics['errors'] += len(left)
     return change
 
@@ -262,7 +268,10 @@ class SWE(base.Environment):
     except sandbox.SandboxError as error:
       raise SandboxFailure(f'{instance.instance_id}: {error}') from error
     with self._lock:
-      self._box = box
+      closed, self._box = self._closed, box
+    if closed:
+      self._give_up_box()
+      raise SandboxFailure(f'{instance.instance_id}: closed while its box was made')
 
   def _give_up_box(self) -> None:
     with self._lock:
@@ -274,17 +283,20 @@ class SWE(base.Environment):
         box.close()
 
   def close(self) -> None:
-    if self._predictions and self._instance is not None and self._box is not None:
-      self._write_cut()
+    with self._lock:
+      self._closed = True
+    instance = self._instance
+    if self._predictions and instance is not None and self._box is not None:
+      self._write_cut(instance)
     self._give_up_box()
 
-  def _write_cut(self) -> None:
+  def _write_cut(self, instance: Instance) -> None:
     """The prediction of an episode that a limit outside of the environment has cut: what is there."""
     try:
-      change = self._extract()
+      change = self._extract(instance)
     except (sandbox.SandboxError, sandbox.PathError):
       return  # A box that has failed holds nothing to be written.
-    self._write_prediction(self._instance, patches.write(change, self._judge.base(self._instance).entry))
+    self._write_prediction(instance, patches.write(change, self._judge.base(instance).entry))
 
   # --- Demonstrations ----------------------------------------------------------------------------------------------------------
 

@@ -10,11 +10,14 @@ import base64
 import dataclasses
 import difflib
 import hashlib
+import os
 import re
 from typing import Callable, Mapping
 import zlib
 
 MAX_PATCH = 64 << 20  # Bytes of a patch, and of one file that comes of it.
+MAX_WRITTEN, MAX_FILES = 256 << 20, 20_000  # Bytes and number of all files that come of it.
+MAX_NAME, MAX_PATH = 255, 4000  # Bytes, as file systems have it; a link's target is a path.
 FILE, EXECUTABLE, LINK, MODULE = 0o100644, 0o100755, 0o120000, 0o160000
 MODES = (FILE, EXECUTABLE, LINK, MODULE)
 _HUNK = re.compile(rb'@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@')
@@ -54,8 +57,10 @@ class FilePatch:
 def check_path(path: str) -> str:
   """`path`. Raises PatchError unless it lies inside of the tree and outside of git's own folder."""
   parts = path.split('/')
-  if not path or '\0' in path or len(path) > 4000 or any(p in ('', '.', '..') or p.lower() == '.git' for p in parts):
+  if not path or '\0' in path or any(p in ('', '.', '..') or p.lower() == '.git' for p in parts):
     raise PatchError(f'{path!r:.200} is no path inside of the repository')
+  if len(os.fsencode(path)) > MAX_PATH or any(len(os.fsencode(p)) > MAX_NAME for p in parts):
+    raise PatchError(f'{path!r:.200} is too long for a path')
   return path
 
 
@@ -279,6 +284,7 @@ def _inflated(packed: bytes, size: int) -> bytes:
 def apply(patch: bytes, tree: Callable[[str], Entry | None]) -> Change:
   """What the patch changes in a tree. Raises PatchError where it does not fit."""
   change: Change = {}
+  written = 0
   look = lambda path: change[path] if path in change else tree(path)
   for file in read(patch):
     before = look(file.old) if file.old is not None else None
@@ -287,8 +293,9 @@ def apply(patch: bytes, tree: Callable[[str], Entry | None]) -> Change:
     if file.created and file.new is not None and (look(file.new) is not None):
       raise PatchError(f'{file.new}: the file to create is there already')
     data = _patched(file, before)
-    if len(data) > MAX_PATCH:
-      raise PatchError(f'{file.new}: {len(data)} bytes; at most {MAX_PATCH} are written')
+    written += len(data)
+    if len(data) > MAX_PATCH or written > MAX_WRITTEN or len(change) >= MAX_FILES:
+      raise PatchError(f'{file.new}: the patch writes more than {MAX_FILES} files, {MAX_PATCH} bytes of one or {MAX_WRITTEN} of all')
     if file.removed or file.new is None:
       if data and before is not None and before.mode != MODULE:
         raise PatchError(f'{file.old}: the file to delete has lines that the patch does not delete')
@@ -297,6 +304,8 @@ def apply(patch: bytes, tree: Callable[[str], Entry | None]) -> Change:
     if file.old is not None and file.old != file.new and not file.copied:
       change[file.old] = None
     mode = file.mode if file.mode is not None else before.mode if before is not None else FILE
+    if mode == LINK and len(data) > MAX_PATH:
+      raise PatchError(f'{file.new}: the target of the link is too long')
     change[file.new] = Entry(mode, data)
   return change
 

@@ -21,13 +21,14 @@ import tempfile
 import threading
 from typing import Any, Iterable, Mapping, Sequence
 
+from sao_jax import sandbox
 from sao_jax.environments.swe import patches
 from sao_jax.environments.swe.inside import tree as tree_script
 from sao_jax.environments.swe.instances import Instance
 from sao_jax.environments.swe.patches import Change, Entry
 
-ROOT = '/work/repo'
-OUT = '/work/.swe_out'  # '../.swe_out' from there.
+ROOT = sandbox.FOLDER + '/repo'
+OUT = sandbox.FOLDER + '/.swe_out'  # '../.swe_out' from there.
 SCRIPT = pathlib.Path(tree_script.__file__).read_text(encoding='utf-8')
 MAX_LISTING = 128 << 20  # Bytes.
 MAX_FILE, MAX_TOTAL, MAX_CHANGED = 4 << 20, 24 << 20, 4000  # Of a policy's change: bytes of a file, of all, and number of files.

@@ -119,7 +119,7 @@ class Toolbox:
     if self._repo_path != repository.ROOT and (path == self._repo_path or path.startswith(self._repo_path + '/')):
       path = repository.ROOT + path[len(self._repo_path):]
     full = posixpath.normpath(posixpath.join(repository.ROOT, path))
-    if full != '/work' and not full.startswith('/work/'):
+    if full != sandbox.FOLDER and not full.startswith(sandbox.FOLDER + '/'):
       raise Mistake(f'{path} lies outside of {self._repo_path}; give a path in it, or one relative to it')
     return full
 
@@ -165,7 +165,7 @@ class Toolbox:
     return '\n'.join(shown) or '(the file is empty)'
 
   def _create(self, full: str, path: str, file_text: str) -> str:
-    if full in ('/work', repository.ROOT):
+    if full in (sandbox.FOLDER, repository.ROOT):
       raise Mistake(f'{path} is a folder')
     self._write(full, file_text)
     return f'{path} is written: {file_text.count(chr(10))} lines'

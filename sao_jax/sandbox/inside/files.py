@@ -8,6 +8,7 @@ import errno
 import os
 import stat
 
+FOLDER = '/box'  # The work folder, as it is called in a box.
 MAX_ENTRIES = 200_000
 MAX_DEPTH = 200
 
@@ -17,13 +18,13 @@ class Refusal(Exception):
 
 
 def parts_of(path):
-  """Components below the work folder of 'a/b' or '/work/a/b'."""
+  """Components below the work folder of 'a/b' or '/box/a/b'."""
   if '\0' in path:
     raise Refusal('a path cannot hold a zero byte: %r' % path)
-  if path == '/work' or path.startswith('/work/'):
-    path = path[5:]
+  if path == FOLDER or path.startswith(FOLDER + '/'):
+    path = path[len(FOLDER):]
   elif path.startswith('/'):
-    raise Refusal('a path must lie in /work, got %r' % path)
+    raise Refusal('a path must lie in %s, got %r' % (FOLDER, path))
   parts = [p for p in path.split('/') if p not in ('', '.')]
   if '..' in parts:
     raise Refusal('a path may not hold "..", got %r' % path)

@@ -150,6 +150,7 @@ def _become_warden(descriptor, lifeline, header, uid, gid):
   """In process 1 of the box: its file system, then its rights, then its work."""
   try:
     os.setsid()
+    system.stand_back(header['warden']['nice'])
     _loopback_up()
     socket.sethostname('box')
     root.build(header['disk_mb'], header['mounts'], header['covered'], header['inside'], (uid, gid))

@@ -5,14 +5,14 @@
     /etc               the few files that programs look for; users, groups and hosts are the box's own
     /opt/box           this folder
     the Python that runs the session, where it is installed; further folders as the caller says
-    /work /tmp /dev/shm    one tmpfs of `disk_mb`
+    /box /tmp /dev/shm    one tmpfs of `disk_mb`
     /proc              of the box's own process namespace, with what tells of the host or steers it covered
     /dev               null, zero, full, random, urandom, pseudo-terminals of its own
 """
 
 import os
 
-from sao_jax.sandbox.inside import proc
+from sao_jax.sandbox.inside import files, proc
 from sao_jax.sandbox.inside.system import (
     BIND, NODEV, NOEXEC, NOSUID, PRIVATE, RDONLY, REC, REMOUNT, Refused, bind, detach, mount, pivot_root)
 
@@ -102,7 +102,8 @@ def _etc(user):
       _show('/etc/' + name, '/etc/' + name)
   uid, gid = user
   for name, text in (
-      ('passwd', 'root:x:0:0:root:/:/bin/sh\nbox:x:%d:%d:box:/work:/bin/sh\n' % (uid, gid)), ('group', 'root:x:0:\nbox:x:%d:\n' % gid),
+      ('passwd', 'root:x:0:0:root:/:/bin/sh\nbox:x:%d:%d:box:%s:/bin/sh\n' % (uid, gid, files.FOLDER)),
+      ('group', 'root:x:0:\nbox:x:%d:\n' % gid),
       ('hosts', '127.0.0.1 localhost box\n::1 localhost\n'), ('hostname', 'box\n'),
       ('nsswitch.conf', 'passwd: files\ngroup: files\nhosts: files\n'),
       ('host.conf', 'multi on\n'), ('resolv.conf', '')):
@@ -113,7 +114,7 @@ def _etc(user):
 def _work(disk_mb, user):
   mount('work', _made('/.disk'), 'tmpfs', NOSUID | NODEV, 'size=%dm,nr_inodes=%d,mode=755' % (disk_mb, max(16384, 256 * disk_mb)))
   os.makedirs('/dev')
-  for name, target, mode in (('work', '/work', 0o755), ('tmp', '/tmp', 0o1777), ('shm', '/dev/shm', 0o1777)):
+  for name, target, mode in (('box', files.FOLDER, 0o755), ('tmp', '/tmp', 0o1777), ('shm', '/dev/shm', 0o1777)):
     os.mkdir('/.disk/' + name)
     os.chown('/.disk/' + name, *user)
     os.chmod('/.disk/' + name, mode)

@@ -153,7 +153,7 @@ class Warden:
     """In the forked process: limits, then the command, or the loop of an `interpreter`. Never returns."""
     folder = False
     try:
-      os.setsid()
+      os.setpgid(0, 0)  # Of the warden's session: one of its own would have a share of the processors like that of the whole host.
       high = {target: _above(source) for target, source in descriptors.items()}
       told = _above(told)
       for target, source in high.items():
@@ -163,8 +163,8 @@ class Warden:
       os.umask(0o022)
       os.nice(limits['nice'])
       cwd = header['cwd']
-      if cwd == '/work' or cwd.startswith('/work/'):
-        cwd = self._work + cwd[5:]
+      if cwd == files.FOLDER or cwd.startswith(files.FOLDER + '/'):
+        cwd = self._work + cwd[len(files.FOLDER):]
       folder = True
       os.chdir(cwd)
       folder = False
@@ -571,6 +571,7 @@ def main(reader, writer):
   reader, writer = int(reader), int(writer)
   header, _ = wire.receive(reader, 0, time.monotonic() + 60.0)
   settings = header['warden']
+  system.stand_back(settings['nice'])
   from sao_jax.sandbox.inside import confine  # Not needed where a keeper has done this.
   try:
     if settings['kill'] == 'children':

@@ -16,8 +16,15 @@ import time
 MAX_HEADER = 8 << 20  # Bytes.
 
 
+SLICE_S = 1.0  # Of a wait.
+
+
 class WireError(Exception):
   """The other side is gone, silent for too long, or wrote what is no frame."""
+
+
+class Late(WireError):
+  """The other side has been silent for too long."""
 
 
 def send(descriptor, header, blobs=(), deadline=None):
@@ -65,15 +72,22 @@ def write_all(descriptor, data, deadline=None):
 
 
 def wait(descriptor, event, deadline):
-  """Returns when the descriptor is ready. Raises WireError at the deadline."""
+  """Returns when the descriptor is ready. Raises Late at the deadline.
+
+  Time in which this process stood still (a machine that was halted, or much too busy) does not count: the other side may have stood still,
+  too. After the deadline the descriptor is looked at once more.
+  """
   poll = select.poll()
   poll.register(descriptor, event)
   while True:
-    left = 60.0 if deadline is None else deadline - time.monotonic()
-    if poll.poll(max(0.05, min(left, 60.0)) * 1000 + 1):  # Looked at once more after the deadline: the clock may have jumped.
+    start = time.monotonic()
+    left = 60.0 if deadline is None else min(deadline - start, SLICE_S)
+    if poll.poll(max(0.05, left) * 1000 + 1):
       return
-    if left <= 0:
-      raise WireError('no answer in time')
+    if deadline is not None:
+      deadline += max(0.0, time.monotonic() - start - 2 * SLICE_S)
+      if left <= 0:
+        raise Late('no answer in time')
 
 
 def _read(descriptor, count, deadline, start=False):
