@@ -1,4 +1,4 @@
-"""A scaffold's process: started with little of the host's environment, and ended with all that it has started."""
+"""A scaffold's process: started with little of the host's environment, and ended with all that it has started, unless that hides."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Process:
       variables: Mapping[str, str], file_mb: int,
   ):
     """Raises ScaffoldFailure where it cannot be started."""
-    self._mark = secrets.token_hex(16)
+    self._mark, self._ended = secrets.token_hex(16), False
     self._output = output
     environment = {name: value for name in KEPT if (value := os.environ.get(name)) is not None}
     environment |= {'HOME': str(home), 'TMPDIR': str(home), MARK: self._mark, **variables}
@@ -91,7 +91,10 @@ class Process:
     return True
 
   def end(self) -> None:
-    """Ends the process and all that it has started, whatever group they are in."""
+    """Ends the process and all that it has started: its group, and whatever carries the mark. Once: later its number may be another's."""
+    if self._ended:
+      return
+    self._ended = True
     if self.alive():
       self._signal(signal.SIGTERM)
       self.wait(TERM_S)
