@@ -9,6 +9,7 @@ import secrets
 import shlex
 import signal
 import subprocess
+import threading
 import time
 from typing import Any, Mapping, Sequence
 
@@ -53,7 +54,8 @@ class Process:
       variables: Mapping[str, str], file_mb: int,
   ):
     """Raises ScaffoldFailure where it cannot be started."""
-    self._mark, self._ended = secrets.token_hex(16), False
+    self._mark = secrets.token_hex(16)
+    self._ending, self._ended = threading.Lock(), False
     self._output = output
     environment = {name: value for name in KEPT if (value := os.environ.get(name)) is not None}
     environment |= {'HOME': str(home), 'TMPDIR': str(home), MARK: self._mark, **variables}
@@ -92,9 +94,12 @@ class Process:
 
   def end(self) -> None:
     """Ends the process and all that it has started: its group, and whatever carries the mark. Once: later its number may be another's."""
-    if self._ended:
-      return
-    self._ended = True
+    with self._ending:
+      if not self._ended:
+        self._end()
+      self._ended = True
+
+  def _end(self) -> None:
     if self.alive():
       self._signal(signal.SIGTERM)
       self.wait(TERM_S)
