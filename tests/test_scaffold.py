@@ -14,7 +14,7 @@ from sao_jax import environments, parts, tool_calls
 from sao_jax.config import Config, TaskConfig
 from sao_jax.environments import base, scaffold
 from sao_jax.environments.scaffold_grading import Outcome, as_grade
-from sao_jax.environments.scaffold_process import fill
+from sao_jax.environments.scaffold_process import Process, fill
 from sao_jax.rollout_check import check_rollout
 from tests import tokenizer_factory as factory
 from tests.scripted_sampler import ScriptedSampler, run_engine
@@ -321,6 +321,14 @@ def test_tasks_and_settings(make, source, tmp_path):
       if wrong.keys() == {'result_file'}:
         del values['grade']
       environments.make('scaffold', **values)
+
+
+def test_a_process_is_ended_once(tmp_path, monkeypatch):
+  process = Process(['true'], folder=tmp_path, home=tmp_path, output=tmp_path / 'output', stdin=b'', variables={}, file_mb=1)
+  assert process.wait(20.0)
+  process.end()
+  monkeypatch.setattr(os, 'killpg', lambda *_: pytest.fail('the number may belong to another group by now'))
+  process.end()
 
 
 def test_commands_are_filled_and_quoted():

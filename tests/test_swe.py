@@ -1,5 +1,6 @@
 """Instances, patches, repositories, tools and episodes of the environment 'swe', and the grading of predictions."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -221,6 +222,15 @@ def test_links_and_shadows_are_left_out_and_trusted_files_come_whole():
   assert set(laid.dropped) == {
       'tests', 'out', 'away', 'src/random.py', 'src/pytest_mine.py', 'src/shop/cart.py/below', 'hooks', 'tests/new.py', 'src/shop',
       'tests/test_cart.py'}
+
+
+def test_the_python_that_runs_the_tests_is_trusted():
+  instance, _ = swe_fixtures.instance(swe_fixtures.flat)
+  instance = dataclasses.replace(instance, files={**instance.files, 'env/pyvenv.cfg': 'home = /usr/bin\n', 'env/bin/python': 'x'})
+  found = trusted.Trusted(instance, Judge().base(instance))
+  text = Entry(patches.EXECUTABLE, b'#!/bin/sh\n')
+  laid = found.lay({path: text for path in ('env/bin/python', 'env/new', '.venv/bin/python', 'lib/site-packages/a.py', 'environment.py')})
+  assert set(laid.dropped) == {'env/bin/python', 'env/new', '.venv/bin/python', 'lib/site-packages/a.py'}
 
 
 # --- Repositories ----------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A scaffold's process: started with little of the host's environment, and ended with all that it has started."""
+"""A scaffold's process: started with little of the host's environment, and ended with all that it has started, unless that hides."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import secrets
 import shlex
 import signal
 import subprocess
+import threading
 import time
 from typing import Any, Mapping, Sequence
 
@@ -54,6 +55,7 @@ class Process:
   ):
     """Raises ScaffoldFailure where it cannot be started."""
     self._mark = secrets.token_hex(16)
+    self._ending, self._ended = threading.Lock(), False
     self._output = output
     environment = {name: value for name in KEPT if (value := os.environ.get(name)) is not None}
     environment |= {'HOME': str(home), 'TMPDIR': str(home), MARK: self._mark, **variables}
@@ -91,7 +93,13 @@ class Process:
     return True
 
   def end(self) -> None:
-    """Ends the process and all that it has started, whatever group they are in."""
+    """Ends the process and all that it has started: its group, and whatever carries the mark. Once: later its number may be another's."""
+    with self._ending:
+      if not self._ended:
+        self._end()
+      self._ended = True
+
+  def _end(self) -> None:
     if self.alive():
       self._signal(signal.SIGTERM)
       self.wait(TERM_S)
