@@ -323,6 +323,16 @@ def test_tasks_and_settings(make, source, tmp_path):
       environments.make('scaffold', **values)
 
 
+@pytest.mark.parametrize('name, value, message', [
+    ('hidden', 'answer', 'hidden must be a list'), ('hidden', [5], 'hidden must be a list'), ('hidden', None, 'hidden must be a list'),
+    ('workspace', 5, 'workspace must be a text'), ('stdin', None, 'stdin must be a text'), ('keep_folders', 5, 'keep_folders must be a text'),
+    ('grade', 5, 'grade must be a text'), ('variables', ['A'], 'variables must map'), ('variables', {'A=B': 'x'}, 'variables must map'),
+    ('variables', {'A': '\0'}, 'variables must map'), ('command', ['a\0b'], 'command must be'), ('command', 'a\0b', 'command must be')])
+def test_settings_of_wrong_types_are_told_at_once(source, name, value, message):
+  with pytest.raises(ValueError, match=message):
+    environments.make('scaffold', **{'command': ['x'], 'source': source, 'grade': 'json:dumps', name: value})
+
+
 def test_commands_are_filled_and_quoted():
   fields = {'a': "it's $HOME", 'n': 3, 'list': [1]}
   assert fill(['x', '{a}-{n}-{list}-{other}-{}'], fields) == ['x', "it's $HOME-3-{list}-{other}-{}"]

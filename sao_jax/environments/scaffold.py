@@ -129,6 +129,12 @@ class Scaffold(base.Environment):
       requests_per_s: float = 50.0, max_request_mb: int = 16, test_share: float = 0.1, keep_folders: str = '',
   ):
     self._command = check_command('command', command)
+    for name, text in (
+        ('grade', grade), ('result_file', result_file), ('stdin', stdin), ('workspace', workspace), ('keep_folders', keep_folders)):
+      if not isinstance(text, str) or '\0' in text:
+        raise ValueError(f'{name} must be a text without zero bytes, got {text!r}.')
+    if not isinstance(hidden, (list, tuple, set, frozenset)) or not all(isinstance(field, str) for field in hidden):
+      raise ValueError(f'hidden must be a list of names of fields, got {hidden!r}.')  # The letters of a text would hide nothing.
     if sum(map(bool, (grade, grade_command, result_file))) != 1:
       raise ValueError('Give exactly one of grade, grade_command and result_file: what is the work worth?')
     self._function = scaffold_grading.function_of(grade) if grade else None
@@ -146,9 +152,11 @@ class Scaffold(base.Environment):
         ('requests_per_s', requests_per_s, 0.01, 1e6), ('max_request_mb', max_request_mb, 1, 1024),
         ('test_share', test_share, 0.001, 0.999)):
       base.check_range(name, value, low, high)
+    if not isinstance(variables or {}, Mapping):
+      raise ValueError(f'variables must map names to texts, got {variables!r}.')
     self._variables = dict(variables or {})
-    if not all(isinstance(x, str) for item in self._variables.items() for x in item):
-      raise ValueError('variables must map names to texts.')
+    if not all(isinstance(k, str) and isinstance(v, str) and k and '=' not in k and '\0' not in k + v for k, v in self._variables.items()):
+      raise ValueError('variables must map names without "=" to texts without zero bytes.')
     self._result_file, self._hidden, self._stdin, self._workspace = result_file, frozenset(hidden), stdin, workspace
     self._network, self._tool_format = network, tool_format
     self._idle_s, self._grade_s, self._file_mb = idle_limit_s, grade_timeout_s, file_mb

@@ -30,11 +30,12 @@ class ScaffoldFailure(base.EnvironmentFailure):
 
 def check_command(name: str, command: Any) -> Command:
   """The command. Raises ValueError unless it is a text for the shell or a list of arguments."""
-  if isinstance(command, str) and command.strip():
+  if isinstance(command, str) and command.strip() and '\0' not in command:
     return command
-  if isinstance(command, (list, tuple)) and command and all(isinstance(a, str) for a in command) and command[0]:
+  if isinstance(command, (list, tuple)) and command and all(isinstance(a, str) and '\0' not in a for a in command) and command[0]:
     return tuple(command)
-  raise ValueError(f'{name} must be a text for the shell or a list of arguments, not empty: got {command!r}.')
+  raise ValueError(
+      f'{name} must be a text for the shell or a list of arguments, not empty and without zero bytes: got {command!r}.')
 
 
 def fill(command: Command, fields: Mapping[str, Any]) -> list[str]:
