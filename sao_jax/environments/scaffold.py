@@ -20,6 +20,7 @@ has started is ended with it. With network='gateway' it runs in a network namesp
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -34,7 +35,7 @@ from typing import Any, Mapping, Sequence
 from sao_jax import data_sources, gateway
 from sao_jax.environments import base, scaffold_grading
 from sao_jax.environments.scaffold_grading import Grade, Outcome
-from sao_jax.environments.scaffold_process import Command, Process, ScaffoldFailure, check_command, fill
+from sao_jax.environments.scaffold_process import Command, Process, ScaffoldFailure, check_command, fill, watch
 from sao_jax.tool_calls import FORMATS, ToolCall, ToolCallError
 
 
@@ -67,10 +68,12 @@ class SharedGateway:
       server, users = self._gateways.get(settings, (None, 0))
       if server is None:
         folder = tempfile.mkdtemp(prefix='sao_gateway_')
+        watch.tell(folder, folder)
         try:
           server = gateway.Gateway(settings, unix_socket=pathlib.Path(folder) / 'socket').start()
         except BaseException:
           shutil.rmtree(folder, ignore_errors=True)
+          watch.tell(folder)
           raise
         self._folders[settings] = folder
       self._gateways[settings] = (server, users + 1)
@@ -87,6 +90,7 @@ class SharedGateway:
       server.close()
     finally:
       shutil.rmtree(folder, ignore_errors=True)
+      watch.tell(folder)
 
 
 _shared = SharedGateway()
@@ -368,6 +372,8 @@ class Episode:
     """Ends the process and the session; what there is to grade."""
     self.process.end()
     self.session.end()
+    with contextlib.suppress(FileExistsError):
+      (self.root / 'work').mkdir(parents=True, exist_ok=True)  # A program that removed it is graded like any other.
     return Outcome(dict(self._task.data), self.session.transcript(), self.root / 'work', exit_code, self.process.tail())
 
   def close(self, keep: str) -> None:
@@ -385,12 +391,15 @@ class Episode:
         if keep:
           self._keep(pathlib.Path(keep))
       shutil.rmtree(self.root, ignore_errors=True)
+      if self.process is not None:
+        self.process.forget()
     finally:
       if self.session is not None:
         _shared.give_back(self._environment._settings)
 
   def _keep(self, target: pathlib.Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
+    self.root.mkdir(exist_ok=True)  # Its program may have removed it.
     (self.root / 'transcript.json').write_text(json.dumps(self.session.transcript()))
     shutil.move(self.root, target / f'{self._task.split}-{self._task.index}-{self._task.attempt}-{self.root.name}')
 
