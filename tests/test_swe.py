@@ -49,7 +49,10 @@ def test_rows_of_known_projects_get_their_runner(tmp_path):
     ({'files': {}, 'base_commit': '-x'}, 'name of a commit'), ({'files': {}, 'base_commit': 'abc'}, 'there is no repository'),
     ({'path': 'nowhere'}, 'there is no'), ({'env': {'A': 1}}, 'object of texts'), ({'repo_path': '../x'}, 'absolute path'),
     ({'python_path': ['/x']}, 'paths inside'), ({'packages': 'nowhere'}, 'packages: there is no folder'),
-    ({'packages': '.', 'image': 'x'}, 'without an image')])
+    ({'packages': '.', 'image': 'x'}, 'without an image'), ({'instance_id': 'a' * 250}, 'at most 200'),
+    ({'test_patch': '\ud800'}, 'halves of surrogate pairs'), ({'FAIL_TO_PASS': '[' * 100_000}, 'list of texts'),
+    ({'files': {'a': 'x', 'a/b': 'y'}}, 'below another file'), ({'files': {'\ud800': 'x'}}, 'paths inside'),
+    ({'env': {'A=B': 'x'}}, 'env must map'), ({'env': {'A': '\0'}}, 'env must map'), ({'env': {'': 'x'}}, 'env must map')])
 def test_what_is_wrong_with_a_row_is_told_with_its_line(tmp_path, change, message):
   row, _ = swe_fixtures.flat()
   path = swe_fixtures.write_rows(tmp_path / 'i.jsonl', [row, {**row, 'instance_id': 'b', **change}])
@@ -173,6 +176,15 @@ def test_hunks_may_stand_elsewhere_but_must_fit():
   assert patches.apply(patch, old.get)['a'].data == b'0\n' * 50 + b'x\nY\nz\n' + b'0\n' * 5
   with pytest.raises(patches.PatchError, match='does not fit'):
     patches.apply(patch.replace(b' x', b' w'), old.get)
+
+
+def test_a_hunk_may_name_any_line():
+  entry = patches.Entry(patches.FILE, b'a\nb\nc\nb\n')
+  for line, expected in ((10**30, b'a\nb\nc\nx\n'), (2, b'a\nx\nc\nb\n')):
+    patch = f'--- a/f\n+++ b/f\n@@ -{line} +1 @@\n-b\n+x\n'.encode()
+    assert patches.apply(patch, lambda _: entry)['f'].data == expected
+  with pytest.raises(patches.PatchError, match='does not fit'):
+    patches.apply(b'--- a/f\n+++ b/f\n@@ -' + b'9' * 30 + b' +1 @@\n-q\n+x\n', lambda _: entry)
 
 
 @pytest.mark.parametrize('path', ['../x', '/etc/x', 'a/../../x', '.git/config', 'a/.GIT/hooks/x', 'a//b', './a',
@@ -631,6 +643,7 @@ def test_predictions_go_in_and_out_and_grading_resumes(tmp_path):
 
 @pytest.mark.parametrize('text, message', [
     ('{"instance_id": "fixture__flat-1"}\nx', 'line 2'), ('[1]', 'must be an object'), ('{"instance_id": "b", "model_patch": 3}', 'model_patch must be'),
+    ('{"instance_id": "b", "model_patch": "\\ud800"}', 'half of a surrogate pair'), ('[' * 100_000, 'line 1: not valid JSON'),
     ('{"instance_id": "b", "model_patch": ""}', 'holds no prediction for any'),
     ('[{"instance_id": "fixture__flat-1"}, {"instance_id": "fixture__flat-1"}]', 'two predictions')])
 def test_predictions_that_are_none(tmp_path, text, message):
