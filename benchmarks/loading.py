@@ -2,7 +2,7 @@
 
     python benchmarks/loading.py [--gigabytes=2] [--shards=16]        prints one JSON object
 
-Writes a synthetic Qwen3-shaped folder of float32 weights in about so many files, then loads it in a fresh process onto a mesh of fsdp=4,
+Writes a synthetic Qwen3-shaped folder of float32 weights in so many files, then loads it in a fresh process onto a mesh of fsdp=4,
 tensor=2, with unrolled and with stacked layers. The peak is that of the resident memory above what the process held before loading, from
 /proc/self/status (Linux); goal: at most 1.25 times the parameters.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import pathlib
 import subprocess
@@ -46,16 +45,32 @@ print(json.dumps({'peak_bytes': status('VmHWM') - before, 'parameter_bytes': siz
 '''
 
 
-def write_folder(folder: pathlib.Path, size_bytes: int, shards: int) -> None:
-  """A Qwen3-shaped checkpoint of about `size_bytes` in `shards` files of equal size; the values are noise."""
-  from sao_jax.models import pretrained, transformer
+def shape_of(size_bytes: int) -> ModelConfig:
+  """A Qwen3 of about `size_bytes` of float32 weights."""
+  from sao_jax.models import pretrained
 
   width = 2048
   base = dict(vocab_size=16384, embed_dim=width, num_heads=16, num_kv_heads=8, head_dim=128, mlp_dim=3 * width, qk_norm=True)
-  count = lambda layers: sum(
-      math.prod(s.shape) for s in transformer.abstract(transformer.Policy, ModelConfig(num_layers=layers, **base))[1].values())
-  layers = max(1, round((size_bytes / 4 - count(1)) / (count(2) - count(1))) + 1)
-  config = ModelConfig(num_layers=layers, **base)
+  one, two = (sum(pretrained.stored(ModelConfig(num_layers=layers, **base))[2].values()) for layers in (1, 2))
+  return ModelConfig(num_layers=max(1, round((size_bytes - one) / (two - one)) + 1), **base)
+
+
+def shard_limit(sizes: dict[str, int], shards: int) -> int:
+  """The smallest limit of bytes a file that makes exactly so many files."""
+  from sao_jax.models import pretrained
+
+  limits = sorted({sum(list(sizes.values())[i:j]) for i in range(len(sizes)) for j in range(i + 1, len(sizes) + 1)})
+  for limit in limits:
+    if limit >= sum(sizes.values()) / shards and len(pretrained.shards(sizes, limit)) == shards:
+      return limit
+  raise SystemExit(f'{len(sizes)} tensors cannot be written in {shards} files; choose another --shards.')
+
+
+def write_folder(folder: pathlib.Path, size_bytes: int, shards: int) -> None:
+  """A Qwen3-shaped checkpoint of about `size_bytes` in `shards` files; the values are noise."""
+  from sao_jax.models import pretrained, transformer
+
+  config = shape_of(size_bytes)
   rng = np.random.default_rng(0)
   noise = rng.standard_normal(1 << 22, np.float32)
 
@@ -69,7 +84,7 @@ def write_folder(folder: pathlib.Path, size_bytes: int, shards: int) -> None:
       return np.resize(noise, shapes[path].shape)
 
   shapes = transformer.abstract(transformer.Policy, config)[1]
-  pretrained.save_params(folder, config, Lazy(), shard_bytes=math.ceil(1.3 * 4 * count(layers) / shards))
+  pretrained.save_params(folder, config, Lazy(), shard_bytes=shard_limit(pretrained.stored(config)[2], shards))
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ import jax
 import numpy as np
 
 from benchmarks.learner import make_batch
-from sao_jax import config as config_lib, sharding
+from sao_jax import config as config_lib, host_allocator, sharding
 from sao_jax.config import ExpertsConfig, ModelConfig, SamplerConfig
 from sao_jax.learner import Learner
 from sao_jax.models import transformer
@@ -152,6 +152,7 @@ def main() -> None:
   parser.add_argument('--repeats', type=int, default=5)
   parser.add_argument('--skip-torch', action='store_true', help='measure our side only')
   args = parser.parse_args()
+  host_allocator.keep_freed_memory()  # As a run does; PyTorch has a process, and an allocator, of its own.
   torch = None if args.skip_torch else TorchSide(args.torch_python, args.torch_experts)
   calls: dict[str, Any] = {'decode': Decode(), 'train': Train()}
   if torch:

@@ -3,7 +3,7 @@
     python benchmarks/sandbox.py                   speed, and all attempts of tests/sandbox_attacks.py
     python benchmarks/sandbox.py --calls 10000     also that many calls from --environments environments at once, through the rollout engine
 
-Prints one JSON object:
+Requirements: pip install -r requirements/test.txt. Prints one JSON object:
   warm_call_ms               `box.run(['true'])` in a box that is there, median
   python_call_ms             a piece of code in a session that is there, median; first_python_call_ms: the one that starts the interpreter
   take_and_call_ms           a box from a pool that has one ready, and a command in it, median

@@ -48,6 +48,7 @@ def run(main: Callable[[], None], usage: str, *, interrupted: str = RESUME) -> N
     print(flags.FLAGS.main_module_help())
     sys.exit(0)
   try:
+    _find_modules_beside_the_config(sys.argv[1:])
     _check_override_names(sys.argv[1:])
     rest = flags.FLAGS(sys.argv)
     if len(rest) > 1:
@@ -119,6 +120,10 @@ def _check_config_file(config: Any) -> None:
 
 
 def _command_line_message(error: Exception) -> str:
+  if 'Error whilst parsing config file' in str(error):  # With a traceback, by ml_collections, and once more by absl.
+    while 'Error whilst parsing config file' in str(error) and error.__context__ is not None:
+      error = error.__context__
+    return f'the config file raised {type(error).__name__}: {error}'
   if isinstance(error, OSError) and error.__cause__ is not None:
     return str(error.__cause__)
   if 'config' in flags.FLAGS and flags.FLAGS['config'].present and '--config=None' in str(error):
@@ -131,6 +136,12 @@ def _command_line_message(error: Exception) -> str:
     name = str(error.args[0] if error.args else error).strip('"\'')
     return f'unknown name in a --config.NAME=value: {name}'
   return str(error) if isinstance(error, (flags.Error, ValueError, OSError)) else f'{type(error).__name__}: {error}'
+
+
+def _find_modules_beside_the_config(arguments: list[str]) -> None:
+  """Lets a config file, and the settings in it, name modules of its own folder; it comes last on the path, so that it hides nothing."""
+  for path in re.findall(r'(?:^|\0)--?config[=\0]([^:\0]+)', '\0'.join(arguments)):
+    sys.path.append(str(pathlib.Path(path).absolute().parent))
 
 
 def _check_override_names(arguments: list[str]) -> None:

@@ -17,6 +17,7 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import math
 import os
 import pathlib
 import time
@@ -29,6 +30,7 @@ from sao_jax.benchmark_scores import Sample
 from sao_jax.benchmarks import Benchmark, Problem
 from sao_jax.clock import InlineCalls
 from sao_jax.config import Config, ModelConfig
+from sao_jax.environments import python_tool
 from sao_jax.environments.base import Task
 from sao_jax.evaluation import ListFlow, run_list
 from sao_jax.graders import Grader
@@ -39,6 +41,7 @@ from sao_jax.types import ParamSnapshot, Params, Rollout
 from sao_jax.workers import EnvironmentPool
 
 MAX_TURNS = {'ask': 1, benchmarks.PYTHON_TOOL: 50}
+MOST_SAMPLES, MOST_TOKENS = 10_000, 1 << 24
 FOREVER_S = 7 * 24 * 3600.0  # A long reply on a slow machine is no failure.
 
 
@@ -61,8 +64,11 @@ class Request:
   python_tool: bool = False
 
   def __post_init__(self):
-    if self.num_samples < 1 or self.max_tokens < 1:
-      raise ValueError(f'num_samples and max_tokens must be at least 1, got {self.num_samples} and {self.max_tokens}.')
+    for name, most in (('num_samples', MOST_SAMPLES), ('max_tokens', MOST_TOKENS)):
+      if not 1 <= getattr(self, name) <= most:
+        raise ValueError(f'{name} must be from 1 to {most}, got {getattr(self, name)}.')
+    if not 0 <= self.temperature < math.inf:
+      raise ValueError(f'temperature must be a number of at least 0, got {self.temperature}.')
     if self.temperature == 0 and self.num_samples > 1:
       raise ValueError(f'At temperature 0 all samples of a problem are the same: use num_samples=1, got {self.num_samples}.')
     if self.python_tool and benchmarks.PYTHON_TOOL not in environments.REGISTRY:
@@ -74,6 +80,11 @@ class Request:
   def room(self) -> int:
     """Tokens that a sample may add to its prompt."""
     return self.max_tokens * (2 if self.python_tool else 1)
+
+  @property
+  def tools(self) -> tuple[Mapping[str, Any], ...]:
+    """What the prompt of a chat tells of."""
+    return (python_tool.TOOL,) if self.python_tool else ()
 
   @property
   def environment(self) -> str:
@@ -122,9 +133,13 @@ def evaluate_benchmark(
     todo = [p for p in problems if p.index not in log.rows]
     if todo:
       form = conversation.make(tokenizer, kind, config.task.template)
-      longest = max(_prompt_length(form, kind, p) for p in problems)
+      lengths = [_prompt_length(form, kind, p, request.tools) for p in problems]
+      longest = max(lengths)
       needed = longest + request.room + 1  # One more, so that the limit of a reply is met first.
-      fitted = _fitted(config, _context(model, workdir, needed), request, kind, longest, needed)
+      context = _context(model, workdir, needed)
+      if min(lengths) >= context:
+        raise ValueError(f'No problem fits: the shortest prompt has {min(lengths)} tokens, and the model takes {context} with the reply.')
+      fitted = _fitted(config, context, request, kind, longest, needed)
       with evaluate_run.opened(fitted, workdir) as parts:
         _, policy = evaluate_run.policy_of(parts, step)
         sample_problems(parts, policy, todo, request, grader, name=benchmark.name, done=len(log.rows), on_problem=log.write)
@@ -168,9 +183,11 @@ def _default_output(name: str, settings: Mapping[str, Any]) -> pathlib.Path:
   return pathlib.Path('runs') / 'evaluations' / f'{name}-{digest[:8]}'
 
 
-def _prompt_length(form: conversation.Conversation, kind: str, problem: Problem) -> int:
+def _prompt_length(form: conversation.Conversation, kind: str, problem: Problem, tools: Sequence[Mapping[str, Any]]) -> int:
   messages = list(problem.messages)
-  return len(form.first(messages if kind == 'chat' else '\n\n'.join(m['content'] for m in messages) + '\n\n'))
+  if kind == 'chat':
+    return len(form.first(messages, tools))
+  return len(form.first('\n\n'.join(m['content'] for m in messages) + '\n\n'))
 
 
 def _context(model: ModelConfig, workdir: str | os.PathLike[str] | None, needed: int) -> int:
@@ -334,7 +351,13 @@ class ProblemLog:
     self.rows: dict[int, dict[str, Any]] = {}
 
   def __enter__(self) -> 'ProblemLog':
-    self._folder.mkdir(parents=True, exist_ok=True)
+    try:
+      self._folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+      raise ValueError(f'{self._folder} cannot be a folder: it, or what it lies in, is a file; choose another --output.') from None
+    for name in ('lock', 'settings.json', 'problems.jsonl', 'summary.json'):
+      if (self._folder / name).is_dir():
+        raise ValueError(f'{self._folder / name} is a folder, and an evaluation keeps a file of that name there; choose another --output.')
     others = sorted(p.name for p in self._folder.iterdir() if p.name != 'lock' and not p.name.startswith('.settings.json.'))
     if others and 'settings.json' not in others:
       raise ValueError(f'{self._folder} is no folder of an evaluation (it holds {others[0]}); choose another --output.')
@@ -356,7 +379,7 @@ class ProblemLog:
   def _compare(self) -> None:
     path = self._folder / 'settings.json'
     if path.exists():
-      different = settings_lib.differences(json.loads(path.read_text(encoding='utf-8')), self._settings)
+      different = settings_lib.differences(report.read_settings(path), self._settings)
       if different:
         raise ValueError(
             f'{self._folder} holds an evaluation with other settings: {"; ".join(different)}. Use the same settings or another --output.')
@@ -364,21 +387,36 @@ class ProblemLog:
       report.write_json(path, self._settings)
 
   def _read(self) -> None:
-    """Takes up the lines that are there; a last one that a kill cut off is removed."""
+    """Takes up the lines that are there; a last one that a kill cut off is removed, one that an editor left without its end is ended."""
     path = self._folder / 'problems.jsonl'
     data = path.read_bytes() if path.exists() else b''
     whole = data[:data.rfind(b'\n') + 1]
-    if len(whole) < len(data):
+    if len(whole) < len(data) and data.endswith(b'}') and _is_json(data[len(whole):]):
+      with open(path, 'ab') as file:
+        file.write(b'\n')
+      whole = data + b'\n'
+    elif len(whole) < len(data):
       os.truncate(path, len(whole))
-    for number, line in enumerate(whole.splitlines(), start=1):
+    for number, line in enumerate(whole.split(b'\n')[:-1], start=1):
       try:
-        row = json.loads(line)
-        known = self._problems[row['problem']]
-        if row['id'] != known.id or len(row['samples']) != self._settings['num_samples']:
-          raise ValueError('it is not of this evaluation')
-        self.rows[row['problem']] = row
-      except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f'{path}, line {number} is damaged ({error!r}); delete that line to sample its problem again.') from error
+        row = self._whole(json.loads(line))
+      except (ValueError, RecursionError) as error:
+        raise ValueError(f'{path}, line {number} is damaged ({error}); delete that line to sample its problem again.') from error
+      self.rows[row['problem']] = row
+
+  def _whole(self, row: Any) -> dict[str, Any]:
+    """The row of a problem, checked, so that no number is made of what a disk or an editor left. Raises ValueError."""
+    index = row.get('problem') if isinstance(row, dict) else None
+    if type(index) is not int or index not in self._problems:
+      raise ValueError('it tells of no problem of this evaluation')
+    known, samples = self._problems[index], row.get('samples')
+    if row.get('id') != known.id or row.get('answer') != known.answer:
+      raise ValueError(f'problem {index} has the id {known.id!r} and the answer {known.answer!r:.80} in the file of the benchmark')
+    if index in self.rows:
+      raise ValueError(f'problem {index} stands in a line before it')
+    if not isinstance(samples, list) or len(samples) != self._settings['num_samples'] or not all(map(_is_sample, samples)):
+      raise ValueError(f'it must have {self._settings["num_samples"]} samples with verdict and numbers')
+    return row
 
   def write(self, problem: Problem, samples: list[dict[str, Any]]) -> None:
     """Adds the line of a problem; on return it survives a kill and a power failure."""
@@ -395,3 +433,19 @@ class ProblemLog:
     """The samples of a problem that is written."""
     return [
         Sample(s['verdict'], s.get('extracted', ''), s.get('length', 0), s.get('truncated', False)) for s in self.rows[index]['samples']]
+
+
+def _is_json(text: bytes) -> bool:
+  try:
+    json.loads(text)
+  except (ValueError, RecursionError):
+    return False
+  return True
+
+
+def _is_sample(value: Any) -> bool:
+  """Whether this is a sample as `graded` or a lost one is written."""
+  if not isinstance(value, dict) or not isinstance(value.get('verdict'), str):
+    return False
+  length, truncated = value.get('length', 0), value.get('truncated', False)
+  return isinstance(value.get('extracted', ''), str) and type(length) is int and length >= 0 and isinstance(truncated, bool)

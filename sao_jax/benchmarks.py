@@ -153,6 +153,8 @@ def load(benchmark: Benchmark, path: str | os.PathLike[str], *, limit: int | Non
     ValueError: a file of another form, a bad row (with file and number), or no row of the benchmark.
     OSError: no such file.
   """
+  if os.fspath(path).startswith(data_sources.TFDS):
+    raise ValueError(f'A benchmark is read from a file, got {os.fspath(path)!r}; name the file that the data set was built from.')
   source = data_sources.open({'path': os.fspath(path), 'parse': benchmark.parse})
   problems = []
   for index in range(len(source)):
@@ -164,9 +166,11 @@ def load(benchmark: Benchmark, path: str | os.PathLike[str], *, limit: int | Non
       break
   if not problems:
     raise ValueError(f'{path} holds {len(source)} rows, but none that belongs to {benchmark.name}.')
-  twice = _twice([p.id for p in problems])
-  if twice:
-    raise ValueError(f'{path} has more than one row with the id {twice!r}.')
+  rows: dict[str, int] = {}
+  for problem in problems:
+    if problem.id in rows:
+      raise ValueError(f'{source.where(problem.index)} has the id {problem.id!r}, as {source.where(rows[problem.id])} has.')
+    rows[problem.id] = problem.index
   return problems, source.fingerprint
 
 
@@ -177,11 +181,3 @@ def _problem(benchmark: Benchmark, index: int, row: Mapping[str, Any]) -> Proble
   metadata = {name: value for name, value in row.items() if name not in ('question', 'answer')}
   return Problem(index, row.get('id', str(index)), (*system, {'role': 'user', 'content': prompt}), row['answer'], metadata)
 
-
-def _twice(names: list[str]) -> str | None:
-  seen: set[str] = set()
-  for name in names:
-    if name in seen:
-      return name
-    seen.add(name)
-  return None

@@ -194,7 +194,7 @@ class LearnerConfig:
   value_freeze: str = 'attention_and_embeddings'  # 'attention_and_embeddings' | 'nothing'.
   logits_chunk: int = 0  # Positions whose logits exist at once; 0: as many as fit 64 MB, between 128 and 1024.
   freeze_router: bool = False  # The routers of experts learn in no stage and in neither model.
-  balance_coefficient: float = 0.0  # Of the load-balancing loss of the policy's experts; 0: no such loss.
+  balance_coefficient: float = 0.0  # Of the load-balancing loss of the policy's experts (never of the value model's); 0: no such loss.
   policy: OptimizerConfig = OptimizerConfig()
   value: OptimizerConfig = OptimizerConfig(learning_rate=5e-6)
   devices: tuple[int, ...] = ()

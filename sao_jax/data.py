@@ -62,7 +62,7 @@ class PromptStream:
     host, hosts: this host's number in [0, hosts).
 
   Raises:
-    ValueError: epochs or skip_solved for an environment whose tasks have no end, or a host out of range.
+    ValueError: epochs or skip_solved for an environment whose tasks have no end, a host out of range, or one without prompts.
   """
 
   def __init__(
@@ -78,6 +78,9 @@ class PromptStream:
         raise ValueError(f'{name}={value} needs tasks that come again, but {environment.name!r} makes new ones without end; use 0.')
     self._environment, self._seed, self._split = environment, seed, split
     self._order = Order(sets, seed=seed, shuffle=shuffle, epochs=epochs) if sets else None
+    if self._order is not None and self._order.length is not None and self._order.length < hosts:
+      raise ValueError(
+          f'data.epochs={epochs} gives {self._order.length} prompts, fewer than the {hosts} hosts; use more epochs or fewer hosts.')
     self._host, self._hosts, self._skip_solved = host, hosts, skip_solved
     self._identity = _identity(self._order, shuffle, epochs)
     self._count = 0  # Positions of this host that were handed out or passed over.
@@ -162,7 +165,8 @@ class PromptStream:
     for name, older in (('environment', None), ('seed', None), ('split', None), ('hosts', [0, 1]), ('order', [])):
       saved = state.get(name, older)
       if saved != mine[name]:
-        hint = 'the data, their weights or the way they are drawn have changed' if name == 'order' else 'resume with what it was made with'
+        hint = ('the data, their weights or the way they are drawn have changed: put them back, or use another --workdir' if name == 'order'
+                else 'resume with what it was made with')
         raise ValueError(f'The saved prompt stream has {name} {saved!r}, this run has {mine[name]!r}; {hint}.')
     self._count = int(state['position'])
     self._returned = [(int(prompt_id), int(attempt)) for prompt_id, attempt in state['returned']]

@@ -200,7 +200,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
   """What `write_json` wrote. Raises ValueError, naming the file, where it is no JSON; OSError where it cannot be read."""
   try:
     return json.loads(pathlib.Path(path).read_text(encoding='utf-8'))
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise ValueError(f'{path} is damaged ({error}); restore it, or use another folder.') from error
 
 

@@ -4,6 +4,7 @@ Programs that several tests compile are compiled once: a compilation cache of th
 """
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -18,3 +19,9 @@ if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
   os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.3'
   os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '-1'
   atexit.register(shutil.rmtree, os.environ['JAX_COMPILATION_CACHE_DIR'], ignore_errors=True)
+
+
+def pytest_sessionfinish() -> None:
+  """What is alive now lives until the end: pytest collects garbage five times then, each time over a heap full of JAX objects."""
+  gc.collect()
+  gc.freeze()

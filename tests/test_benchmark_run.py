@@ -12,6 +12,8 @@ import pytest
 from sao_jax import benchmark_run, benchmark_scores, benchmarks, environments, evaluate_run
 from sao_jax.environments import base
 from sao_jax.evaluation import ListFlow
+from sao_jax.models import conversation
+from tests import tokenizer_factory as factory
 from tests.tiny_run import Interrupted, run, tiny_config
 
 DATA = pathlib.Path(__file__).parent / 'data'
@@ -207,6 +209,94 @@ def test_a_damaged_line_a_foreign_folder_and_a_folder_in_use(whole, tmp_path):
   with benchmark_run.ProblemLog(tmp_path / 'held', {'num_samples': K}, problems):
     with pytest.raises(ValueError, match='Another process'):
       evaluate(tmp_path / 'held')
+
+
+LOG_SETTINGS = {'num_samples': 2, 'policy': {'pretrained': 'a', 'crc': 1}}
+SAMPLE = {'verdict': 'right', 'extracted': '18', 'length': 3, 'truncated': False}
+ROW = {'problem': 0, 'id': '0', 'answer': '18', 'right': 2, 'graded': 2, 'samples': [SAMPLE, SAMPLE]}
+
+
+def problem_log(folder, line=None, settings=None):
+  """A log on what a folder holds; no model is needed for it."""
+  if line is not None:
+    (folder / 'problems.jsonl').write_text(line)
+  (folder / 'settings.json').write_text(json.dumps(LOG_SETTINGS) if settings is None else settings)
+  return benchmark_run.ProblemLog(folder, LOG_SETTINGS, benchmarks.load(benchmarks.make('gsm8k'), GSM8K)[0])
+
+
+@pytest.mark.parametrize('change, message', [
+    ({'problem': 99}, 'no problem of this evaluation'), ({'problem': 0.0}, 'no problem of this'), ({'problem': [0]}, 'no problem of this'),
+    ({'id': 'x'}, "problem 0 has the id '0'"), ({'answer': '19'}, "and the answer '18'"),
+    *[({'samples': found}, 'must have 2 samples') for found in (
+        [SAMPLE], 'ab', None, [1, 2], [{}, SAMPLE], [SAMPLE, {**SAMPLE, 'verdict': ['right']}], [SAMPLE, {**SAMPLE, 'length': -1}],
+        [SAMPLE, {**SAMPLE, 'length': 'x'}], [SAMPLE, {**SAMPLE, 'extracted': None}], [SAMPLE, {**SAMPLE, 'truncated': 'no'}])]])
+def test_a_line_that_is_not_of_this_evaluation_is_told(tmp_path, change, message):
+  line = json.dumps({**ROW, **change}) + '\n'
+  with pytest.raises(ValueError, match=f'problems.jsonl, line 1 is damaged .*{message}.*delete that line'):
+    problem_log(tmp_path, line).__enter__()
+  assert (tmp_path / 'problems.jsonl').read_text() == line
+
+
+def test_a_line_twice_and_lines_that_are_none(tmp_path):
+  good = json.dumps(ROW) + '\n'
+  for text, message in (
+      (good * 2, 'line 2 is damaged .problem 0 stands in a line before'), ('[' * 99_999 + '\n', 'line 1 is damaged'), ('null\n', 'line 1')):
+    with pytest.raises(ValueError, match=message):
+      problem_log(tmp_path, text).__enter__()
+
+
+def test_a_last_line_without_its_end_is_kept_where_it_is_whole(tmp_path):
+  with problem_log(tmp_path, json.dumps(ROW)) as log:
+    assert list(log.rows) == [0]
+  assert (tmp_path / 'problems.jsonl').read_text() == json.dumps(ROW) + '\n'
+  with problem_log(tmp_path, json.dumps(ROW) + '\n' + json.dumps(ROW)[:-3]) as log:
+    assert list(log.rows) == [0]
+  assert (tmp_path / 'problems.jsonl').read_text() == json.dumps(ROW) + '\n'
+
+
+@pytest.mark.parametrize('settings, message', [
+    ('', 'settings.json is damaged'), ('[]', 'settings.json is damaged .it holds a list'), ('null', 'settings.json is damaged'),
+    ('[' * 99_999, 'settings.json is damaged'),
+    (json.dumps({**LOG_SETTINGS, 'policy': {'pretrained': 'b', 'crc': 1}}), "holds .* other settings: policy.pretrained: 'b' -> 'a'")])
+def test_damaged_settings_and_those_of_another_model_are_told(tmp_path, settings, message):
+  with pytest.raises(ValueError, match=message):
+    problem_log(tmp_path, settings=settings).__enter__()
+  assert (tmp_path / 'settings.json').read_text() == settings
+
+
+def test_what_cannot_be_the_folder_is_told_before_anything_is_sampled(tmp_path):
+  (tmp_path / 'file').write_text('x')
+  for folder in (tmp_path / 'file', tmp_path / 'file' / 'x'):
+    with pytest.raises(ValueError, match='cannot be a folder: it, or what it lies in, is a file'):
+      evaluate(folder)
+  (tmp_path / 'summary.json').mkdir()
+  with pytest.raises(ValueError, match='summary.json is a folder'):
+    problem_log(tmp_path).__enter__()
+
+
+@pytest.mark.parametrize('settings, message', [
+    ({'num_samples': 0}, 'num_samples must be from 1 to 10000, got 0'), ({'num_samples': 10**9}, 'num_samples must be from 1 to'),
+    ({'max_tokens': 10**12}, 'max_tokens must be from 1 to'), ({'temperature': float('nan')}, 'temperature must be a number'),
+    ({'temperature': float('inf')}, 'temperature must be a number'), ({'temperature': -1.0}, 'temperature must be a number')])
+def test_requests_that_cannot_be(settings, message):
+  with pytest.raises(ValueError, match=message):
+    benchmark_run.Request(**{'num_samples': 1, 'temperature': 1.0, 'max_tokens': 8, **settings})
+
+
+def test_the_length_of_a_prompt_counts_the_tools_it_tells_of():
+  problem = benchmarks.load(benchmarks.make('gsm8k'), GSM8K)[0][0]
+  form = conversation.make(factory.chatml(), 'chat')
+  plain, with_tool = (benchmark_run.Request(num_samples=1, temperature=1.0, max_tokens=8, python_tool=use) for use in (False, True))
+  assert plain.tools == () and [t['function']['name'] for t in with_tool.tools] == ['python']
+  length = benchmark_run._prompt_length(form, 'chat', problem, with_tool.tools)
+  assert length == len(form.first(list(problem.messages), with_tool.tools)) > benchmark_run._prompt_length(form, 'chat', problem, ()) + 100
+
+
+def test_prompts_that_all_exceed_the_model_end_before_it_is_built(tmp_path, monkeypatch):
+  monkeypatch.setattr(benchmark_run, '_context', lambda *args: 100)
+  monkeypatch.setattr(evaluate_run, 'opened', None)
+  with pytest.raises(ValueError, match='No problem fits: the shortest prompt has .* tokens, and the model takes 100'):
+    evaluate(tmp_path)
 
 
 def test_the_default_folder_is_named_by_the_settings(tmp_path, monkeypatch):

@@ -73,11 +73,13 @@ def test_unknown_names_rows_of_another_form_and_rows_twice(tmp_path):
     benchmarks.make('aime26')
   with pytest.raises(ValueError, match=r"BeyondAIME.jsonl, line 1: has no field 'question'; it has 'problem', 'answer'"):
     benchmarks.load(benchmarks.make('gsm8k'), DATA / FILES['beyondaime'])
+  with pytest.raises(ValueError, match="read from a file, got 'tfds:gsm8k'"):
+    benchmarks.load(benchmarks.make('gsm8k'), 'tfds:gsm8k')
   with pytest.raises(ValueError, match=r"hmmt.json, element 1: has no field 'Problem'"):
     benchmarks.load(benchmarks.make('imo_answerbench'), DATA / FILES['hmmt'])
   row = json.loads((DATA / FILES['humaneval']).read_text().splitlines()[0])
   (tmp_path / 'a.jsonl').write_text(f'{json.dumps(row)}\n{json.dumps(row)}\n')
-  with pytest.raises(ValueError, match="more than one row with the id 'HumanEval/0'"):
+  with pytest.raises(ValueError, match=r"a.jsonl, line 2 has the id 'HumanEval/0', as .*a.jsonl, line 1 has"):
     benchmarks.load(benchmarks.make('humaneval'), tmp_path / 'a.jsonl')
   train = [json.loads(line) for line in (DATA / FILES['mbpp']).read_text().splitlines()][-1]
   (tmp_path / 'b.jsonl').write_text(json.dumps(train))

@@ -5,8 +5,10 @@ import re
 
 import pytest
 
-from sao_jax.models import chat_template
-from sao_jax.models.chat_template import NAME, ChatTemplate, hide
+from sao_jax.graders import pool
+from sao_jax.models import chat_template, conversation
+from sao_jax.models.chat_template import NAME, ChatTemplate, TemplateLimit, hide
+from tests import tokenizer_factory as factory
 
 USER = [{'role': 'user', 'content': 'x'}]
 
@@ -39,6 +41,45 @@ def test_a_template_refuses_in_its_own_words():
     render('{% for i in range(10**9) %}x{% endfor %}')
   with pytest.raises(ValueError, match="'messages' is given by the conversation itself"):
     ChatTemplate('', names={}, settings={'messages': 2})
+  with pytest.raises(ValueError, match='settings of a chat template must be JSON-like'):
+    ChatTemplate('', names={}, settings={'f': print})
+
+
+@pytest.mark.parametrize('source, message', [
+    ('{% for m in messages %}\n{{ m', r'unexpected end of template.*\(line 2\)'), ('{{ ' + '(' * 5000 + ')' * 5000 + ' }}', 'RecursionError'),
+    ('{% for a in [1] %}' * 30 + '{% endfor %}' * 30, 'SyntaxError'), ('\ud800', 'UnicodeEncodeError'),
+    ('{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}', 'RecursionError')])
+def test_templates_that_break_the_compiler_are_told(source, message):
+  with pytest.raises(ValueError, match=f'The chat template (cannot be rendered|fails on this conversation): .*{message}'):
+    render(source)
+
+
+@pytest.fixture
+def short_limit(monkeypatch):
+  made = pool.Pool(
+      size=1, time_limit_s=1.0, memory_mb=512, wait_limit_s=60.0, service='sao_jax.models.template_service', max_reply=1 << 25)
+  monkeypatch.setattr(chat_template, '_processes', lambda: made)
+  yield
+  made.close()
+
+
+@pytest.mark.parametrize('bomb, message', [
+    ("{{ 'a' * 10**10 }}", 'more memory than'), ("{{ messages[0].role * 10**10 }}", 'more memory than'),
+    ("{{ '%099999999999d' % 1 }}", 'more memory than'),
+    ("{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}", 'more memory than'),
+    ('{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}', '1 s'), ('{{ (messages | length + 9) ** (10**9) }}', '1 s'),
+    ("{{ 'a' * (3 * 10**6) }}", r'a text of 3,000,00\d characters')])
+def test_a_template_that_hangs_or_grows_is_stopped(short_limit, bomb, message):
+  with pytest.raises(TemplateLimit, match=f'The chat template was stopped: .*{message}'):
+    render('{{ messages[0].content }}' + bomb)
+  assert render('{{ messages[0].content }}') == 'x'  # Others go on.
+
+
+@pytest.mark.parametrize('condition', ['tools', 'messages | length > 2'])
+def test_what_a_template_does_with_tools_and_with_turns_is_tried_when_it_is_loaded(short_limit, condition):
+  source = factory.CHATML_TEMPLATE + "{% if " + condition + " %}{{ 'a' * 10**10 }}{% endif %}"
+  with pytest.raises(TemplateLimit, match='more memory'):
+    conversation.make(factory.chatml(source), 'chat')
 
 
 @pytest.mark.parametrize('source', [

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import os
 import pathlib
 import threading
 
@@ -119,7 +120,9 @@ def test_rows_are_read_from_many_threads(tmp_path):
     ('a.jsonl', '\n\n', 'holds 0 rows'),
     ('a.jsonl', '{"a": 1}\n{"a": \n', r'a.jsonl, line 2: not JSON'),
     ('a.jsonl', '{"a": 1}\n\n[1]\n', r'a.jsonl, line 3: a row must be a JSON object.*list'),
-    ('a.jsonl', '{"a": NaN}', r'line 1: NaN is no JSON number'),
+    ('a.jsonl', '{"a": NaN}', r'line 1: NaN and Infinity are no JSON numbers'), ('a.json', '[{"a": 1}, {"a": -Infinity}]', r'a.json, element 2: NaN and'),
+    ('a.jsonl', '{"a": 1e999}', r'line 1: NaN and Infinity'), ('a.jsonl', '{"a": ' + '9' * 5000 + '}', r'line 1: a number has too many digits'),
+    ('a.jsonl', '{"a": 1}\n{"a": "\\udfff"}', r'line 2: half of a surrogate pair .*udfff.* is no text'),
     ('a.jsonl', b'{"a": 1}\n{"a": "\xff"}', r'line 2: not UTF-8'),
     ('a.jsonl', '{"a": ' + '[' * 200_000, r'line 1: n'),
     ('a.json', '{"a": 1}\n{"a": 2}', r'a.json: not JSON.*ends in .jsonl'),
@@ -133,6 +136,11 @@ def test_rows_are_read_from_many_threads(tmp_path):
     ('a.csv', b'a\n\xff\n', r'a.csv, line 2: not UTF-8'),
     ('a.jsonl.gz', 'no gzip', 'not a whole gzip file'),
     ('a.parquet', 'no parquet', 'not a whole Parquet file'),
+    ('a.jsonl', '{"a": 1}'.encode('utf-16'), 'is UTF-16'), ('a.csv', 'a,b\n1,2'.encode('utf-16-le'), 'line 1: holds a zero byte'),
+    ('a.jsonl', b'{"a": 1}\n\0', 'line 2: holds a zero byte'), ('a.jsonl.gz', gzip.compress('{"a": 1}'.encode('utf-16'), mtime=0), 'is UTF-16'),
+    ('a.jsonl', gzip.compress(b'{"a": 1}', mtime=0), 'is packed by gzip; its name must end in .gz'), ('a.json', 'PK\x03\x04', 'is a zip archive'),
+    ('a.jsonl', b'PAR1\x15\x04', 'is a Parquet file; its name'), ('a.csv', '<!DOCTYPE html>\n', 'is a web page'),
+    *[(f'a.{ending}', 'version https://git-lfs.github.com/spec/v1', 'is a pointer of Git LFS') for ending in ('csv', 'parquet', 'json.gz')],
     ('a.txt', 'x', 'must end in one of .jsonl, .json, .csv, .tsv, .parquet'),
     ('a', 'x', 'must end in one of'),
 ])
@@ -152,6 +160,46 @@ def test_a_cut_gzip_file_and_missing_files(tmp_path):
   (tmp_path / 'b.jsonl').mkdir()
   with pytest.raises(ValueError, match='is a folder'):
     data_sources.open(tmp_path / 'b.jsonl')
+  with pytest.raises(FileNotFoundError, match='~nosuchuser'):
+    data_sources.open('~nosuchuser/a.jsonl')
+  with pytest.raises(ValueError, match="nothing here opens addresses that begin with 'foo://'"):
+    data_sources.open('foo://bucket/a.jsonl')
+
+
+def test_pipes_and_devices_are_told_and_not_waited_for(tmp_path):
+  os.mkfifo(tmp_path / 'a.jsonl')
+  (tmp_path / 'b.csv').symlink_to('/dev/zero')
+  for name in ('a.jsonl', 'b.csv'):
+    with pytest.raises(ValueError, match=f'{name} is no file but a pipe or a device'):
+      data_sources.open(tmp_path / name)
+
+
+def test_long_fields_of_csv_are_read(tmp_path):
+  values = [{'Problem': 'x' * 200_000, 'Short Answer': '1'}]
+  assert all_rows(data_sources.open(write_csv(tmp_path / 'a.csv', values))) == values
+
+
+@pytest.mark.parametrize('column, message', [
+    (lambda pa: pa.array([1], pa.duration('s')), "row 1: column 't': a timedelta is no plain value. Leave the column out"),
+    (lambda pa: pa.array([2**55], pa.timestamp('ms')), "row 1: column 't': .*out of range"),
+    (lambda pa: pa.array([b'\xff']), "row 1: column 't': bytes that are not UTF-8"),
+    (lambda pa: pa.array([float('nan')]), "row 1: column 't': nan is no number")])
+def test_a_column_of_parquet_that_cannot_be_read_is_named(tmp_path, column, message):
+  import pyarrow
+  from pyarrow import parquet
+
+  parquet.write_table(pyarrow.table({'question': ['q'], 't': column(pyarrow)}), tmp_path / 'a.parquet')
+  with pytest.raises(ValueError, match=f'a.parquet, {message}'):
+    data_sources.open(tmp_path / 'a.parquet')
+
+
+def test_a_column_of_parquet_twice(tmp_path):
+  import pyarrow
+  from pyarrow import parquet
+
+  parquet.write_table(pyarrow.Table.from_arrays([pyarrow.array(['a'])] * 2, names=['x', 'x']), tmp_path / 'a.parquet')
+  with pytest.raises(ValueError, match="names the column 'x' more than once"):
+    data_sources.open(tmp_path / 'a.parquet')
 
 
 @pytest.mark.parametrize('settings, message', [
@@ -162,7 +210,8 @@ def test_a_cut_gzip_file_and_missing_files(tmp_path):
     ({'path': 'P', 'fields': {'question': 'text'}}, r"line 1: has no field 'text'; it has 'problem', 'answer'"),
     ({'path': 'P', 'parse': 'gsm9k'}, 'parse .* one of gsm8k, math'), ({'path': 'P', 'weight': 1}, 'parts of a mixture'),
     ({'path': 'P', 'check': 1}, 'check'), ([], 'at least one source'), ([{'path': 'P', 'weight': 0}], 'positive number'),
-    ([{'path': 'P', 'weight': float('nan')}], 'positive number'), ([{'path': 'P', 'weight': 2}, 'P'], 'Either every part'),
+    ([{'path': 'P', 'weight': float('nan')}], 'positive number'), ([{'path': 'P', 'weight': 10**400}], 'positive number, at most 1e.12'),
+    ({'path': 'P', 'data_dir': 'd'}, 'only tfds: data sets have one'), ({'path': 'a\0.jsonl'}, 'needs a path'), ([{'path': 'P', 'weight': 2}, 'P'], 'Either every part'),
 ])
 def test_wrong_settings_are_told(tmp_path, settings, message):
   path = write_jsonl(tmp_path / 'a.jsonl', ROWS)
@@ -254,6 +303,17 @@ def test_published_rows_are_parsed(path, form, questions, answers):
     ('mbpp', {'text': 'q', 'test_list': []}, 'list of assertions'),
     ('mbpp', {'text': 'q', 'test_list': 'assert 1'}, 'list of assertions'),
     ('mbpp', {'text': 'q', 'test_list': ['assert 1'], 'test_setup_code': 3}, 'must be text'),
+    ('mbpp', {'text': 'q', 'test_list': ['assert 1']}, "no field 'task_id'"),
+    ('mbpp', {'text': 'q', 'task_id': 11, 'test_list': ['assert 1', 'assert (']}, "'test_list' is no Python code: '.' was never closed"),
+    ('mbpp', {'text': 'q', 'task_id': 11, 'test_list': ['assert 1'], 'test_setup_code': 'def ('}, "'test_setup_code' is no Python code"),
+    ('mbpp', {'text': 'q', 'task_id': '1' * 5000, 'test_list': ['assert 1']}, "'task_id' must be a text of at most 200 characters or an integer"),
+    *[('math', {'problem': 'q', 'answer': '1', 'unique_id': found}, "'unique_id' must be a text") for found in ('', {'a': 1}, 1.5, True)],
+    ('math', {'problem': 'q'}, "no field 'answer' or 'solution'"),
+    ('humaneval', {'prompt': 'def f():', 'entry_point': 'class', 'test': 'def check(c): pass'}, 'name of a function'),
+    ('humaneval', {'prompt': 'def g():', 'entry_point': 'f', 'test': 'def check(c): pass'}, "must begin the function 'f'"),
+    ('humaneval', {'prompt': 'def f():', 'entry_point': 'f', 'test': 'def check(c):'}, "'test' is no Python code"),
+    *[('beyondaime', {'problem': 'q', 'answer': found}, 'must be an integer') for found in ('1,2', '1,23', '1' * 5000)],
+    ('gsm8k', {'question': 'q', 'answer': '#### 1,2'}, 'must end in'), ('gsm8k', {'question': 'q', 'answer': '#### ' + '1' * 5000}, 'must end in'),
 ])
 def test_a_malformed_row_is_told_with_file_and_number(tmp_path, form, row, message):
   good = {'gsm8k': 'gsm8k/test.jsonl', 'math': 'math500/test.jsonl', 'beyondaime': 'beyondaime/BeyondAIME.jsonl', 'aime': 'made/aime.jsonl',

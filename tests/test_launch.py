@@ -49,7 +49,8 @@ def assert_told(done: subprocess.CompletedProcess, *texts: str, status: int) -> 
 
 CONFIG_FILES = {
     'NO_GET': 'x = 1', 'DICT': 'def get_config(): return {"seed": 1}', 'NONE': 'def get_config(): return None',
-    'WRONG': 'def get_config():\n  import os\n  return os.nothing'}
+    'WRONG': 'def get_config():\n  import os\n  return os.nothing',
+    'RAISES': 'def get_config(): raise ValueError("depth must be 3")'}
 
 
 @pytest.mark.parametrize('script', ['train.py', 'evaluate.py'])
@@ -72,6 +73,7 @@ def test_help_needs_no_jax(script, tmp_path):
     (['--workdir=W', '--config=DICT'], 'must return an ml_collections.ConfigDict, got dict'),
     (['--workdir=W', '--config=NONE'], 'returned None; it must return an ml_collections.ConfigDict'),
     (['--workdir=W', '--config=WRONG'], "the config file raised AttributeError: module 'os' has no attribute 'nothing'"),
+    (['--workdir=W', '--config=RAISES'], 'the config file raised ValueError: depth must be 3'),
     (['--workdir=W', TINY, '--config.learner.batch_size=many'], 'many'),
     (['--workdir=W', TINY, '--config.learner.batch_size=1.5'], '1.5'),
     (['--workdir=W', TINY, '--config.algorithm.gamma=high'], 'high'),
@@ -86,6 +88,15 @@ def test_wrong_command_line(arguments, text, tmp_path):
   arguments = [f'--config={tmp_path / a[9:]}.py' if a[9:] in CONFIG_FILES else a for a in arguments]
   assert_told(launch('train.py', *arguments, PYTHONPATH=str(tmp_path)), text, status=2)
   assert not (tmp_path / 'work').exists()
+
+
+@pytest.mark.parametrize('form', ['--config={}', '--config={}:word', '--config {}'])
+def test_a_config_file_finds_the_modules_beside_it(form, tmp_path):
+  (tmp_path / 'mine.py').write_text('WORD = "found beside it"')
+  (tmp_path / 'json.py').write_text('WORD = "hides the one of Python"')
+  (tmp_path / 'settings.py').write_text('import json, mine\ndef get_config(word=""): raise ValueError(getattr(json, "WORD", mine.WORD))')
+  done = launch('evaluate.py', *form.format(tmp_path / 'settings.py').split(' '))
+  assert_told(done, 'Error in the command line: the config file raised ValueError: found beside it', status=2)
 
 
 @pytest.mark.parametrize('override, text', [
@@ -156,12 +167,18 @@ def break_template(folder):
   path.write_text(json.dumps({**json.loads(path.read_text()), 'chat_template': '{% for m in'}))
 
 
+def explode_template(folder):
+  path = folder / 'tokenizer_config.json'
+  path.write_text(json.dumps({**json.loads(path.read_text()), 'chat_template': "{{ messages[0].content }}{{ 'a' * 10**10 }}"}))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('script, spoil, text', [
     ('train.py', break_weights, 'model.safetensors is cut short'),
     ('train.py', break_shape, 'model.layers.0.mlp.gate_proj.weight (48, 32) instead of (40, 32)'),
     ('evaluate.py', break_weights, 'model.safetensors is cut short'),
-    ('evaluate.py', break_template, 'The chat template cannot be rendered')])
+    ('evaluate.py', break_template, 'The chat template cannot be rendered'),
+    ('evaluate.py', explode_template, 'The chat template was stopped: more memory')])
 def test_a_broken_model_is_told_before_anything_is_compiled(script, spoil, text, tmp_path):
   folder = tmp_path / 'model'
   shutil.copytree(ROOT / 'tests' / 'goldens' / 'tiny_llama', folder)

@@ -102,6 +102,18 @@ def test_the_balance_loss_is_logged_apart_and_leaves_the_policy_loss_alone():
   assert not any(name.startswith('experts/') for name in step(make_learner(model={}, value_steps=0))[2])
 
 
+def test_the_value_model_learns_from_its_returns_alone():
+  """Its loss is the squared error and nothing else: the coefficient changes no bit of it, though its experts and routers learn."""
+  def values(coefficient):
+    learner = make_learner(balance_coefficient=coefficient)
+    state = learner.begin_stage(learner.init_state(jax.device_put(params_of(learner.config.model))), 'rl')
+    before = host(state.value_trainable)
+    return before, host(learner.update(state, make_batch(), version=2, train_policy=False)[0].value_trainable)
+
+  (before, without), (_, balanced) = values(0.0), values(0.5)
+  assert {'trunk.layers.0.mlp.router.weight', 'trunk.layers.0.mlp.experts.gate'} <= moved(before, without) and not moved(without, balanced)
+
+
 def test_a_coefficient_of_zero_adds_nothing_to_the_program():
   """Not a product with zero: the loss is not differentiated at all, so a router of no finite probabilities could not matter either."""
   learner = make_learner(value_steps=0)

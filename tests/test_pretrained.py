@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from benchmarks import loading
 from sao_jax import models
 from sao_jax import sharding
 from sao_jax.config import ModelConfig
@@ -136,6 +137,13 @@ def test_transformers_reads_what_is_saved_after_a_change(name, tmp_path):
 
 
 # --- Round trips ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_of_loading_writes_as_many_files_as_it_says():
+  sizes = pretrained.stored(loading.shape_of(2 * 10**9))[2]
+  groups = pretrained.shards(sizes, loading.shard_limit(sizes, 16))
+  assert len(groups) == 16 and [name for group in groups for name in group] == list(sizes)
+  assert 1.8e9 < sum(sizes.values()) < 2.2e9 and max(sum(sizes[n] for n in group) for group in groups) < 2 * sum(sizes.values()) / 16
 
 
 @pytest.mark.parametrize('name', TINY)

@@ -56,3 +56,36 @@ def test_a_late_bad_row_is_told_before_any_work(tmp_path, row, message):
   path.write_text('\n'.join(json.dumps(r) for r in [*({'question': f'q{i}', 'answer': i} for i in range(20)), row]))
   with pytest.raises(ValueError, match=rf'rows.jsonl, line 21: .*{message}'):
     make(str(path))
+
+
+@pytest.mark.parametrize('content, message', [
+    ('Question;Answer\nq;1\n', "row 1 .line 2.: 'question' must be a text with something in it, got None; the row has 'Question;Answer'"),
+    ('question,answer\nq,\n', "row 1 .line 2.: 'answer' must be a text")])
+def test_rows_of_a_small_file_are_judged_before_they_are_divided(tmp_path, content, message):
+  """A single row leaves one of the splits empty; that is not what is wrong here."""
+  (tmp_path / 'rows.csv').write_text(content)
+  with pytest.raises(ValueError, match=message):
+    make(str(tmp_path / 'rows.csv'))
+
+
+@pytest.mark.parametrize('source, settings, message', [
+    ({'train': TRAIN}, {}, "has train and test, and nothing else; got 'train'"),
+    ({'train': TRAIN, 'test': TEST, 'val': TEST}, {}, "nothing else; got 'train', 'test', 'val'"),
+    (TRAIN, {'grader_settings': ['auto']}, 'grader_settings must map names'), (TRAIN, {'grader_settings': 'ab'}, 'grader_settings must map names')])
+def test_wrong_settings_are_told(source, settings, message):
+  with pytest.raises(ValueError, match=message):
+    make(source, **settings)
+
+
+def test_a_missing_setting_and_a_grader_that_is_no_name():
+  with pytest.raises(ValueError, match="'question_answer' needs the setting 'source'; it has source, grader"):
+    environments.make('question_answer')
+  with pytest.raises(ValueError, match=r"Unknown grader \['math'\]"):
+    environments.make('question_answer', source=TRAIN, grader=['math'])
+
+
+def test_more_hosts_than_prompts():
+  environment = make({'train': TRAIN, 'test': TEST})
+  with pytest.raises(ValueError, match='data.epochs=2 gives 24 prompts, fewer than the 25 hosts'):
+    data.PromptStream(environment, seed=0, epochs=2, host=0, hosts=25)
+  assert not data.PromptStream(environment, seed=0, epochs=2, host=23, hosts=24).exhausted

@@ -48,7 +48,11 @@ def test_rows_of_known_projects_get_their_runner(tmp_path):
     ({'files': {'a/.git/config': ''}}, 'paths inside'), ({'files': {}}, 'base_commit is missing'), ({'problem_statement': ' '}, 'is empty'),
     ({'files': {}, 'base_commit': '-x'}, 'name of a commit'), ({'files': {}, 'base_commit': 'abc'}, 'there is no repository'),
     ({'path': 'nowhere'}, 'there is no'), ({'env': {'A': 1}}, 'object of texts'), ({'repo_path': '../x'}, 'absolute path'),
-    ({'python_path': ['/x']}, 'paths inside')])
+    ({'python_path': ['/x']}, 'paths inside'), ({'packages': 'nowhere'}, 'packages: there is no folder'),
+    ({'packages': '.', 'image': 'x'}, 'without an image'), ({'instance_id': 'a' * 250}, 'at most 200'),
+    ({'test_patch': '\ud800'}, 'halves of surrogate pairs'), ({'FAIL_TO_PASS': '[' * 100_000}, 'list of texts'),
+    ({'files': {'a': 'x', 'a/b': 'y'}}, 'below another file'), ({'files': {'\ud800': 'x'}}, 'paths inside'),
+    ({'env': {'A=B': 'x'}}, 'env must map'), ({'env': {'A': '\0'}}, 'env must map'), ({'env': {'': 'x'}}, 'env must map')])
 def test_what_is_wrong_with_a_row_is_told_with_its_line(tmp_path, change, message):
   row, _ = swe_fixtures.flat()
   path = swe_fixtures.write_rows(tmp_path / 'i.jsonl', [row, {**row, 'instance_id': 'b', **change}])
@@ -174,6 +178,15 @@ def test_hunks_may_stand_elsewhere_but_must_fit():
     patches.apply(patch.replace(b' x', b' w'), old.get)
 
 
+def test_a_hunk_may_name_any_line():
+  entry = patches.Entry(patches.FILE, b'a\nb\nc\nb\n')
+  for line, expected in ((10**30, b'a\nb\nc\nx\n'), (2, b'a\nx\nc\nb\n')):
+    patch = f'--- a/f\n+++ b/f\n@@ -{line} +1 @@\n-b\n+x\n'.encode()
+    assert patches.apply(patch, lambda _: entry)['f'].data == expected
+  with pytest.raises(patches.PatchError, match='does not fit'):
+    patches.apply(b'--- a/f\n+++ b/f\n@@ -' + b'9' * 30 + b' +1 @@\n-q\n+x\n', lambda _: entry)
+
+
 @pytest.mark.parametrize('path', ['../x', '/etc/x', 'a/../../x', '.git/config', 'a/.GIT/hooks/x', 'a//b', './a',
                                   'x' * 256, 'a/' + 'ü' * 128, 'd/' * 2000 + 'x'])
 def test_paths_that_lead_elsewhere_are_refused(path):
@@ -276,6 +289,16 @@ def test_the_box_holds_one_commit_and_nothing_of_the_future(versions, kind):
   assert not (tmp_path / 'hook_ran').exists()
   verdict = judge.judge_patch(instance, instance.patch)
   assert verdict.resolved, verdict.log
+
+
+def test_attributes_change_no_file_of_the_new_repository(tmp_path, capfd):
+  """Line ends and encodings that git would make of the files of a commit: some cannot even be added so."""
+  for name, data in {'.gitattributes': b'*.bat text eol=crlf\n*.txt working-tree-encoding=UTF-16\n', 'a.bat': b'a\n', 'b.txt': b'odd'}.items():
+    (tmp_path / name).write_bytes(data)
+  repository.tree_script.lose(os.fsencode(tmp_path))
+  assert capfd.readouterr() == ('', '')
+  os.utime(tmp_path / 'a.bat', (1, 1))
+  assert git(tmp_path, 'status', '--short').stdout == b'' and git(tmp_path, 'show', 'HEAD:b.txt').stdout == b'odd'
 
 
 def test_repositories_that_are_not_there_are_told(versions):
@@ -459,6 +482,14 @@ def test_a_long_episode_goes_on_with_a_summary(tmp_path):
   env.close()
 
 
+def test_the_shell_imports_what_the_tests_import(tmp_path):
+  env = made(tmp_path, swe_fixtures.src_layout()[0])
+  env.reset(env.sample_task(0, 'test', 0))
+  told = env.step_calls([call('shell', command='cd /tmp && python3 -c "import numpy, shop; print(shop.__file__)"')], '')
+  assert '/box/repo/src/shop/__init__.py' in told.observation.messages[0]['content']
+  env.close()
+
+
 def test_an_episode_that_is_cut_writes_what_is_there(tmp_path):
   env = made(tmp_path, swe_fixtures.flat()[0], judge=False, predictions=str(tmp_path / 'out'))
   env.reset(env.sample_task(0, 'test', 0))
@@ -559,7 +590,9 @@ HUMANEVAL = {
     'test': 'def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(-1) == 0\n'}
 
 
-@pytest.mark.parametrize('item, completion', [(MBPP, False), (MBPP, True), (HUMANEVAL, False)])
+@pytest.mark.parametrize('item, completion', [
+    (MBPP, False), (MBPP, True), (HUMANEVAL, False), (json.loads(json.dumps(MBPP).replace('squares', '_squares')), False),
+    (json.loads(json.dumps(HUMANEVAL).replace('inc', 'solution')), False)])  # A private name, and the name of the module.
 def test_items_are_instances(item, completion):
   instance = instances.parse(small_tasks.row(item, completion=completion), 'x')
   judge = Judge(time_s=10.0)
@@ -624,6 +657,7 @@ def test_predictions_go_in_and_out_and_grading_resumes(tmp_path):
 
 @pytest.mark.parametrize('text, message', [
     ('{"instance_id": "fixture__flat-1"}\nx', 'line 2'), ('[1]', 'must be an object'), ('{"instance_id": "b", "model_patch": 3}', 'model_patch must be'),
+    ('{"instance_id": "b", "model_patch": "\\ud800"}', 'half of a surrogate pair'), ('[' * 100_000, 'line 1: not valid JSON'),
     ('{"instance_id": "b", "model_patch": ""}', 'holds no prediction for any'),
     ('[{"instance_id": "fixture__flat-1"}, {"instance_id": "fixture__flat-1"}]', 'two predictions')])
 def test_predictions_that_are_none(tmp_path, text, message):

@@ -2,7 +2,9 @@
 
 import concurrent.futures
 import dataclasses
+import pathlib
 import random
+import shutil
 
 import pytest
 
@@ -111,6 +113,24 @@ def test_an_instance_that_tells_nothing_is_unusable(judge):
   assert not measured.usable and list(measured.left_out.values()) == ['passes without a patch']
 
 
+def test_lists_may_name_a_path_by_its_end(judge):
+  row, _ = swe_fixtures.flat()
+  tests = "import calc\nimport pytest\n\n\n@pytest.mark.parametrize('x', ['/', '/a/b.py', '//a/c', '/a*/d'])\ndef test_p(x):\n"
+  row['test_patch'] = swe_fixtures.diff(swe_fixtures.FLAT, {'test_calc.py': tests + "  assert calc.add(x, '') == x\n"})
+  row |= {'FAIL_TO_PASS': [f'test_calc.py::test_p[{x}]' for x in ('/', '/b.py', '//a/c', '/a*/d')], 'PASS_TO_PASS': '[]'}
+  instance = instances.parse(row, 'x')
+  verdict = judge.judge_patch(instance, row['patch'])
+  assert verdict.resolved and verdict.controls == 4, (verdict.detail, verdict.outcomes)
+  assert set(judged_files(judge, instance, {'calc.py': 'add = 3\n'}).outcomes.values()) == {'failed'}
+
+
+def test_why_an_instance_cannot_run_is_told(judge):
+  row, _ = swe_fixtures.flat()
+  row['test_patch'] = swe_fixtures.diff(swe_fixtures.FLAT, {'test_calc.py': 'import old_thing\n\n\ndef test_add():\n  pass\n'})
+  measured = judge.measure(instances.parse(row, 'x'), repeats=1)
+  assert not measured.usable and measured.detail.endswith("ModuleNotFoundError: No module named 'old_thing'")
+
+
 def test_a_test_patch_that_never_fitted_is_told(judge):
   row, _ = swe_fixtures.flat()
   row['test_patch'] = row['test_patch'].replace('assert calc.double(4) == 8', 'assert calc.double(5) == 10')
@@ -148,6 +168,28 @@ def test_a_setup_runs_before_the_tests_and_may_fail(judge):
 
 def judged_files(judge, instance, files):
   return judge.judge_patch(instance, swe_fixtures.diff(dict(instance.files), files))
+
+
+def test_an_instance_may_bring_its_packages(judge, tmp_path):
+  """Its own pytest, a module and a plugin are there, and the packages of this Python are not."""
+  metadata = {'plug-1.dist-info/METADATA': 'Name: plug\nVersion: 1\n', 'plug-1.dist-info/entry_points.txt': '[pytest11]\nplug = plug\n'}
+  for path, text in {**metadata, 'plug.py': 'import pytest\n\n\n@pytest.fixture\ndef five():\n  return 5\n'}.items():
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).write_text(text)
+  for name in ('pytest', '_pytest', 'pluggy', 'iniconfig', 'packaging', 'pygments', 'py'):
+    for found in pathlib.Path(pytest.__file__).parents[1].glob(f'{name}*'):
+      if found.name in (name, f'{name}.py') or found.name.startswith(f'{name}-'):
+        (shutil.copytree if found.is_dir() else shutil.copy)(found, tmp_path / found.name)
+  for place in (tmp_path.parents[1], tmp_path.parent, tmp_path):
+    place.chmod(0o755)
+  row, _ = swe_fixtures.flat()
+  tests = 'import importlib.util\n\nimport calc\n\n\ndef test_add(five):\n  assert calc.add(2, 3) == five\n'
+  tests += '  assert importlib.util.find_spec("numpy") is None\n'
+  row |= {'packages': str(tmp_path), 'test_patch': swe_fixtures.diff(swe_fixtures.FLAT, {'test_calc.py': tests}), 'PASS_TO_PASS': '[]'}
+  instance = instances.parse(row, 'x')
+  verdict = judge.judge_patch(instance, row['patch'])
+  assert verdict.resolved and verdict.controls == 1, (verdict.detail, verdict.log)
+  assert judged_files(judge, instance, {'calc.py': 'def add(a, b):\n  return 6\n'}).reason == 'tests_failed'
 
 
 def test_a_missing_interpreter_is_a_failure_and_no_verdict(judge):

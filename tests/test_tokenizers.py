@@ -143,6 +143,10 @@ def test_make_errors():
     tokenizers.make(ModelConfig(tokenizer='words'))
   with pytest.raises(ValueError, match='Unknown pretrained model .* known names are smollm2-135m-instruct'):
     tokenizers.load('smollm3')
+  with pytest.raises(ValueError, match="Unknown pretrained model '~nosuchuser/model'.*it does not exist"):
+    tokenizers.load('~nosuchuser/model')
+  with pytest.raises(ValueError, match="nothing here opens addresses that begin with 'foo://'"):
+    tokenizers.load('foo://bucket/model')
 
 
 def test_ids_that_only_pad_the_embedding_have_no_text():
@@ -228,6 +232,10 @@ def test_the_template_of_several_and_of_its_own_file(tmp_path):
       for found in ([1], {'a': {'content': 'x'}}, {'500': {}}, {'500': 'x'}, {'500': {'content': 3}}, {'-1': {'content': 'x'}})],
     (dict(tokenizer_config={'eos_token': []}), 'names the eos_token .., which is not'),
     (dict(config={'text_config': [1]}), 'no file names an eos token'),
+    (dict(tokenizer_config={'eos_token': '</s>', 'added_tokens_decoder': {'441': {'content': '<x>'}}}), "id 441 to '<x>', tokenizer.json to '</s>'"),
+    *[(dict(tokenizer_config={'eos_token': '</s>', 'added_tokens_decoder': found}), 'tokenizer_config.json: added_tokens_decoder must')
+      for found in ({'9' * 5000: {'content': 'x'}}, {'\u0664': {'content': 'x'}}, {'442': {'content': '\ud800'}})],
+    *[(dict(tokenizer_config={'eos_token': '</s>'}, config={'pad_token_id': found}), 'config.json: pad_token_id must be an id') for found in ('x', True)],
 ])
 def test_wrong_folders(tmp_path, files_, message):
   with pytest.raises(ValueError, match=message.replace('|', r'\|')):
@@ -245,11 +253,51 @@ def test_files_that_are_no_tokenizer(tmp_path, content, message):
     tokenizers.from_folder(tmp_path)
 
 
-def test_a_template_that_is_no_text(tmp_path):
+@pytest.mark.parametrize('content, message', [(b'\xff', 'is not UTF-8'), (b' \n', 'is empty')])
+def test_a_template_that_is_no_text(tmp_path, content, message):
   small(tmp_path, tokenizer_config={'eos_token': '</s>'})
-  (tmp_path / 'chat_template.jinja').write_bytes(b'\xff')
-  with pytest.raises(ValueError, match='chat_template.jinja is not UTF-8'):
+  (tmp_path / 'chat_template.jinja').write_bytes(content)
+  with pytest.raises(ValueError, match=f'chat_template.jinja {message}'):
     tokenizers.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize('name', ['tokenizer.json', 'generation_config.json', 'chat_template.jinja'])
+def test_a_link_to_nowhere_and_a_folder_are_no_missing_file(tmp_path, name):
+  small(tmp_path, tokenizer_config={'eos_token': '</s>'})
+  (tmp_path / name).unlink(missing_ok=True)
+  (tmp_path / name).symlink_to(tmp_path / 'blobs' / 'gone')
+  with pytest.raises(ValueError, match=f'{name} is a link that leads to no file'):
+    tokenizers.from_folder(tmp_path)
+  (tmp_path / name).unlink()
+  (tmp_path / name).mkdir()
+  with pytest.raises(ValueError, match=f'{name} is a folder'):
+    tokenizers.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize('change, message', [
+    ({'dropout': 0.5}, 'merges at random .dropout 0.5'), ({'continuing_subword_prefix': '##'}, 'cannot be read as a tokenizer'),  # Panics.
+    ({'vocab': {}, 'merges': []}, 'no token for 96 characters of plain text')])
+def test_vocabularies_that_cannot_serve(tmp_path, change, message):
+  folder = factory.write_folder(tmp_path, factory.small_backend(('</s>',)), tokenizer_config={'eos_token': '</s>'})
+  spec = json.loads((folder / 'tokenizer.json').read_text())
+  spec['model'] |= change
+  (folder / 'tokenizer.json').write_text(json.dumps(spec))
+  with pytest.raises(ValueError, match=message):
+    tokenizers.from_folder(folder)
+
+
+@pytest.mark.parametrize('size', ['444', 444.0, -1, [444], True, 10**15])
+def test_a_size_of_the_vocabulary_that_is_none(tmp_path, size):
+  factory.write_folder(tmp_path, factory.small_backend(('</s>',)), tokenizer_config={'eos_token': '</s>'}, config={'vocab_size': size})
+  with pytest.raises(ValueError, match='config.json: vocab_size must be an integer from 1 to 4194304'):
+    tokenizers.load(str(tmp_path))
+
+
+def test_a_number_too_long_is_told_with_its_file(tmp_path):
+  small(tmp_path, tokenizer_config={'eos_token': '</s>'})
+  (tmp_path / 'config.json').write_text('{"vocab_size": ' + '9' * 5000 + '}')
+  with pytest.raises(ValueError, match='config.json is not valid JSON'):
+    tokenizers.load(str(tmp_path))
 
 
 def test_a_tokenizer_larger_than_the_model(tmp_path):

@@ -32,6 +32,7 @@ __all__ = ['Mixture', 'Part', 'Source', 'open']
 Settings = str | os.PathLike[str] | Mapping[str, Any] | Sequence[Any]
 KEYS = ('path', 'split', 'data_dir', 'fields', 'parse', 'skip', 'limit', 'check', 'weight', 'name')
 TFDS = 'tfds:'
+MOST_WEIGHT = 1e12
 KEPT = 16  # Opened sources that stay open for the next `open` with the same settings.
 
 
@@ -180,7 +181,7 @@ def _settings(source: Any) -> dict[str, Any]:
   values = {
       'split': '', 'data_dir': '', 'fields': {}, 'parse': '', 'skip': 0, 'limit': None, 'check': True, 'weight': None, 'name': '', **given}
   path = values.get('path')
-  if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+  if not isinstance(path, (str, os.PathLike)) or not os.fspath(path) or '\0' in os.fspath(path):
     raise ValueError(f'A data source needs a path (a file, or tfds:NAME), got {path!r}.')
   values['path'] = os.fspath(path)
   for name in ('split', 'data_dir', 'parse', 'name'):
@@ -196,8 +197,10 @@ def _settings(source: Any) -> dict[str, Any]:
     if not (name == 'limit' and value is None) and (isinstance(value, bool) or not isinstance(value, int) or value < low):
       raise ValueError(f'{name} of {path} must be an integer of at least {low}, got {value!r}.')
   weight = values['weight']
-  if weight is not None and (isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < float('inf')):
-    raise ValueError(f'weight of {path} must be a positive number, got {weight!r}.')
+  if weight is not None and (isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight <= MOST_WEIGHT):
+    raise ValueError(f'weight of {path} must be a positive number, at most {MOST_WEIGHT:g}, got {weight!r:.80}.')
+  if values['data_dir'] and not values['path'].startswith(TFDS):
+    raise ValueError(f'data_dir={values["data_dir"]!r} of {path}: only tfds: data sets have one; write the folder into the path.')
   if not isinstance(values['check'], bool):
     raise ValueError(f'check of {path} must be True or False, got {values["check"]!r}.')
   return values
@@ -235,7 +238,7 @@ def _split_path(path: str, split: str) -> str:
 def _status(path: str) -> list[int]:
   """Size and time of change of a local file, so that a changed one is read again."""
   try:
-    status = os.stat(pathlib.Path(path).expanduser())
+    status = os.stat(files.local(path))
   except OSError:
     return []  # Told when it is opened; a bucket path has none.
   return [status.st_size, status.st_mtime_ns]

@@ -16,12 +16,24 @@ import io
 import json
 import math
 import mmap
+import os
 import pathlib
+import re
+import stat
 import threading
-from typing import Any, Mapping, Protocol, Sequence
+from typing import Any, Callable, Iterable, Mapping, Protocol, Sequence
 import zlib
 
 ENDINGS = ('.jsonl', '.json', '.csv', '.tsv', '.parquet')
+LONGEST_FIELD = 1 << 30  # Of a CSV file; Python's own limit is 131,072 characters, less than a long prompt.
+GZIP, PARQUET = b'\x1f\x8b', b'PAR1'
+OTHERS = (  # What files of other kinds begin with, and what to do with them.
+    (b'version https://git-lfs', 'is a pointer of Git LFS in the place of the file; run git lfs pull in its folder.'),
+    (GZIP, 'is packed by gzip; its name must end in .gz.'), (b'PK\x03\x04', 'is a zip archive; unpack it.'),
+    (PARQUET, 'is a Parquet file; its name must end in .parquet.'),
+    (b'\xff\xfe', 'is UTF-16 or UTF-32; save it as UTF-8.'), (b'\xfe\xff', 'is UTF-16; save it as UTF-8.'),
+    (b'<!doctype html', 'is a web page; fetch the file itself.'), (b'<html', 'is a web page; fetch the file itself.'))
+_UNSOUND = re.compile(r'\\u[dD]|NaN|Infinity|[eE]\+?\d')  # Of JSON text: perhaps no text or no number.
 
 
 class Table(Protocol):
@@ -51,14 +63,17 @@ def open_table(path: str, errata: Sequence[tuple[str, str]] = ()) -> Table:
 
   `errata` are (text, right text): known faults of a CSV file, put right wherever they occur.
   """
+  if '://' not in path and os.path.isdir(local(path)):
+    raise ValueError(f'{path} is a folder; give a file in it.')
   ending = pathlib.PurePath(path.removesuffix('.gz')).suffix.lower()
   if ending not in ENDINGS or (ending == '.parquet' and path.endswith('.gz')):
     raise ValueError(f'{path} must end in one of {", ".join(ENDINGS)} (all but .parquet also with .gz), so that its format is known.')
-  if '://' not in path and pathlib.Path(path).expanduser().is_dir():
-    raise ValueError(f'{path} is a folder; give a file in it.')
   if ending == '.parquet':
     return _Parquet(path)
   data = _bytes(path)
+  zero = data.find(b'\0')
+  if zero >= 0:
+    raise ValueError(f'{path}, line {_line(data, zero)}: holds a zero byte; it is no text, or UTF-16: it must be UTF-8.')
   digest = hashlib.sha256(data).hexdigest()
   if ending == '.jsonl':
     return _JsonLines(path, data, digest)
@@ -75,43 +90,64 @@ def stem(path: str) -> str:
   return str(pathlib.PurePath(path.removesuffix('.gz')).with_suffix(''))
 
 
+def local(path: str) -> str:
+  """The path with `~` filled in; unlike pathlib's, never an error."""
+  return os.path.expanduser(path)
+
+
 def _bytes(path: str) -> mmap.mmap | bytes:
-  """Content of a file, unpacked where it ends in .gz."""
+  """Content of a file, unpacked where it ends in .gz. Raises ValueError for a file of another kind."""
   if '://' in path:
     epath = importlib.import_module('etils.epath')
-    data: mmap.mmap | bytes = epath.Path(path).read_bytes()
-  else:
     try:
-      with open(pathlib.Path(path).expanduser(), 'rb') as file:
+      data: mmap.mmap | bytes = epath.Path(path).read_bytes()
+    except KeyError as error:
+      raise ValueError(f'{path}: nothing here opens addresses that begin with {error}; copy the file to a disk or a bucket.') from None
+  else:
+    if not stat.S_ISREG(os.stat(local(path)).st_mode):
+      raise ValueError(f'{path} is no file but a pipe or a device; rows are read by their place, so copy them into a file.')
+    try:
+      with open(local(path), 'rb') as file:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except ValueError:  # Files of no bytes cannot be mapped.
       data = b''
+  _refuse_others(path, data, own=GZIP if path.endswith('.gz') else PARQUET if path.lower().endswith('.parquet') else b'')
   if not path.endswith('.gz'):
     return data
   try:
-    return gzip.decompress(data)
+    unpacked = gzip.decompress(data)
   except (OSError, EOFError, zlib.error) as error:
     raise ValueError(f'{path} is not a whole gzip file ({error}); fetch it again.') from error
+  _refuse_others(path, unpacked, own=b'')
+  return unpacked
+
+
+def _refuse_others(path: str, data: mmap.mmap | bytes, *, own: bytes) -> None:
+  start = data[:64].lower()
+  for beginning, what in OTHERS:
+    if beginning != own and start.startswith(beginning.lower()):
+      raise ValueError(f'{path} {what}')
+
+
+def _line(data: mmap.mmap | bytes, place: int) -> int:
+  return bytes(data[:place]).count(b'\n') + 1
 
 
 def _decode(path: str, data: mmap.mmap | bytes) -> str:
   try:
     return bytes(data).decode('utf-8-sig')
   except UnicodeDecodeError as error:
-    line = bytes(data).count(b'\n', 0, error.start) + 1
-    raise ValueError(f'{path}, line {line}: not UTF-8 ({error.reason} at byte {error.start} of the file).') from error
+    raise ValueError(f'{path}, line {_line(data, error.start)}: not UTF-8 ({error.reason} at byte {error.start} of the file).') from error
 
 
-def _loads(text: str | bytes) -> Any:
-  """JSON without NaN and Infinity, which are no JSON. Raises ValueError."""
-  def refuse(name: str) -> Any:
-    raise ValueError(f'{name} is no JSON number')
+def _loads(text: str) -> Any:
+  """What JSON text says. Raises ValueError."""
   try:
-    return json.loads(text, parse_constant=refuse)
+    return json.loads(text)
   except json.JSONDecodeError as error:
     raise ValueError(f'not JSON: {error.msg} at character {error.pos + 1}.') from error
-  except UnicodeDecodeError as error:
-    raise ValueError(f'not UTF-8: {error.reason} at byte {error.start + 1} of the line.') from error
+  except ValueError as error:
+    raise ValueError('a number has too many digits to be read; write it as text.') from error
   except RecursionError as error:
     raise ValueError('nested too deeply to be read.') from error
 
@@ -142,13 +178,25 @@ class _JsonLines:
   def read(self, index: int) -> dict[str, Any]:
     start = self._starts[index]
     stop = self._data.find(b'\n', start)
-    row = _loads(self._data[start:len(self._data) if stop < 0 else stop])
-    return _object(row)
+    try:
+      text = self._data[start:len(self._data) if stop < 0 else stop].decode('utf-8')
+    except UnicodeDecodeError as error:
+      raise ValueError(f'not UTF-8: {error.reason} at byte {error.start + 1} of the line.') from error
+    row = _loads(text)
+    return _object(row, check=bool(_UNSOUND.search(text)))
 
 
-def _object(row: Any) -> dict[str, Any]:
+def _object(row: Any, *, check: bool) -> dict[str, Any]:
+  """The row, if it is an object; with `check`, of texts that can be written and numbers that are some."""
   if not isinstance(row, dict):
     raise ValueError(f'a row must be a JSON object like {{"question": ...}}, got {type(row).__name__}.')
+  if check:
+    try:
+      json.dumps(row, ensure_ascii=False, allow_nan=False).encode('utf-8')
+    except UnicodeEncodeError as error:
+      raise ValueError(f'half of a surrogate pair ({error.object[error.start]!a}) is no text.') from error
+    except (ValueError, RecursionError) as error:
+      raise ValueError('NaN and Infinity are no JSON numbers; leave the field out, or write null.') from error
   return row
 
 
@@ -165,7 +213,7 @@ class _Rows:
     return f'{self.path}, {self._unit} {index + 1}' + (f' (line {self._lines[index]})' if self._lines else '')
 
   def read(self, index: int) -> dict[str, Any]:
-    return dict(_object(self._rows[index]))
+    return dict(_object(self._rows[index], check=self._unit == 'element'))
 
 
 def _json_rows(path: str, text: str) -> list[Any]:
@@ -180,6 +228,7 @@ def _json_rows(path: str, text: str) -> list[Any]:
 
 def _csv(path: str, text: str, delimiter: str, digest: str) -> _Rows:
   """Rows of a CSV file by the names of its header; fields may hold line breaks. Every row has as many fields as the header."""
+  csv.field_size_limit(LONGEST_FIELD)
   reader = csv.reader(io.StringIO(text, newline=''), delimiter=delimiter, strict=True)
   header: list[str] | None = None
   rows: list[dict[str, str]] = []
@@ -221,7 +270,7 @@ class _Parquet:
     data = _bytes(path)
     self.digest = hashlib.sha256(data).hexdigest()
     try:
-      self._table = parquet.read_table(pyarrow.BufferReader(data))
+      self._table = parquet.ParquetFile(pyarrow.BufferReader(data)).read()
     except (pyarrow.ArrowException, OSError, ValueError) as error:
       raise ValueError(f'{path} is not a whole Parquet file ({error}); fetch it again.') from error
     twice = sorted({name for name in self._table.column_names if self._table.column_names.count(name) > 1})
@@ -237,8 +286,19 @@ class _Parquet:
 
   def read(self, index: int) -> dict[str, Any]:
     with self._lock:
-      row = self._table.slice(index, 1).to_pylist()[0]
-    return plain(row)
+      return plain_row(self._table.column_names, lambda name: self._table.column(name)[index].as_py())
+
+
+def plain_row(names: Iterable[str], value_of: Callable[[str], Any]) -> dict[str, Any]:
+  """The row of these columns with plain values. Raises ValueError with the column."""
+  row = {}
+  for name in names:
+    try:
+      row[name] = plain(value_of(name))
+    except (ValueError, OverflowError) as error:
+      told = str(error).rstrip('.')
+      raise ValueError(f'column {name!r}: {told}. Leave the column out of the file, or write it as text.') from error
+  return row
 
 
 def plain(value: Any) -> Any:
@@ -251,7 +311,7 @@ def plain(value: Any) -> Any:
     try:
       return value.decode('utf-8')
     except UnicodeDecodeError as error:
-      raise ValueError(f'bytes that are not UTF-8 ({error.reason}); only text can be a prompt.') from error
+      raise ValueError(f'bytes that are not UTF-8 ({error.reason}).') from error
   if value is None or isinstance(value, (str, bool, int)):
     return value
   if isinstance(value, float):

@@ -11,12 +11,15 @@ and raises ValueError, without file and row, where the row is malformed.
 
 from __future__ import annotations
 
+import ast
+import keyword
 import re
 from typing import Any, Callable, Mapping
 
 Row = dict[str, Any]
 _MARKS = re.compile(r'<<[^<>]*>>')  # Calculator marks of GSM8K: '<<48/2=24>>'.
-_INTEGER = re.compile(r'-?[0-9]+')
+_NUMBER = re.compile(r'-?([0-9]{1,1000}|[0-9]{1,3}(,[0-9]{3}){1,300})')  # 1234 or 1,234; '1,2' is two numbers.
+MAX_ID = 200  # Characters.
 
 
 def text(row: Mapping[str, Any], *names: str) -> str:
@@ -47,18 +50,31 @@ def answer_text(row: Mapping[str, Any], *names: str) -> str:
 
 def integer_text(row: Mapping[str, Any], *names: str) -> str:
   """As `answer_text`, for whole numbers only; leading zeros are dropped ('073' is 73)."""
-  value = answer_text(row, *names).replace(',', '').strip('$ ')
-  if not _INTEGER.fullmatch(value):
+  value = answer_text(row, *names).strip('$ ')
+  if not _NUMBER.fullmatch(value):
     raise ValueError(f'the answer must be an integer, got {value!r:.80}.')
-  return str(int(value))
+  return str(int(value.replace(',', '')))
 
 
 def identity(row: Mapping[str, Any], *names: str) -> Row:
-  """{'id': text} from the first of the fields that the row has; {} if it has none of them."""
+  """{'id': text} from the first of the fields that the row has; {} if it has none of them. Raises ValueError for what is no name."""
   for name in names:
-    if row.get(name) is not None:
-      return {'id': str(row[name])}
+    value = row.get(name)
+    if value is None:
+      continue
+    if isinstance(value, bool) or not isinstance(value, (str, int)) or not 0 < len(str(value).strip()) <= MAX_ID:
+      raise ValueError(f'field {name!r} must be a text of at most {MAX_ID} characters or an integer, got {value!r:.80}.')
+    return {'id': str(value)}
   return {}
+
+
+def code(name: str, source: str) -> str:
+  """Python source as it is. Raises ValueError where it is none: every reply would be judged wrong."""
+  try:
+    ast.parse(source)
+  except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    raise ValueError(f'{name!r} is no Python code: {error}.') from error
+  return source
 
 
 def keep(row: Mapping[str, Any], *names: str) -> Row:
@@ -72,10 +88,10 @@ def gsm8k(row: Mapping[str, Any]) -> Row:
   """
   question, worked = text(row, 'question'), text(row, 'answer')
   solution, mark, final = worked.rpartition('####')
-  final = final.strip().replace(',', '').removeprefix('$')
-  if not mark or not re.fullmatch(r'-?[0-9]+(\.[0-9]+)?', final):
+  final = final.strip().removeprefix('$')
+  if not mark or not re.fullmatch(_NUMBER.pattern + r'(\.[0-9]{1,1000})?', final):
     raise ValueError(f'the answer must end in "#### NUMBER", got {worked[-40:]!r}.')
-  return {'question': question, 'answer': final, 'solution': _MARKS.sub('', solution).strip()}
+  return {'question': question, 'answer': final.replace(',', ''), 'solution': _MARKS.sub('', solution).strip()}
 
 
 def math(row: Mapping[str, Any]) -> Row:
@@ -83,8 +99,8 @@ def math(row: Mapping[str, Any]) -> Row:
   arXiv:2305.20050): `problem`, `solution`, and `answer`, or else the last \\boxed of the solution.
   """
   question = text(row, 'problem')
-  if 'answer' in row:
-    answer = answer_text(row, 'answer')
+  if 'answer' in row or 'solution' not in row:
+    answer = answer_text(row, 'answer', 'solution')
   else:
     answer = last_boxed(text(row, 'solution'))
     if not answer:
@@ -102,7 +118,7 @@ def aime(row: Mapping[str, Any]) -> Row:
   """AIME form: `problem` (or `question`), and `answer`, an integer from 0 to 999 ('073' is 73)."""
   answer = integer_text(row, 'answer')
   if not 0 <= int(answer) <= 999:
-    raise ValueError(f'an AIME answer is an integer from 0 to 999, got {answer}.')
+    raise ValueError(f'an AIME answer is an integer from 0 to 999, got {answer:.80}.')
   return {
       'question': text(row, 'problem', 'question'), 'answer': answer, **identity(row, 'id', 'problem_idx'),
       **keep(row, 'year', 'problem_type')}
@@ -128,13 +144,15 @@ def imo_answerbench(row: Mapping[str, Any]) -> Row:
 def humaneval(row: Mapping[str, Any]) -> Row:
   """HumanEval (openai/human-eval, MIT; Chen et al. 2021, arXiv:2107.03374): `prompt`, `entry_point`, `test`."""
   entry_point = text(row, 'entry_point')
-  if not entry_point.isidentifier():
+  if not entry_point.isidentifier() or keyword.iskeyword(entry_point):
     raise ValueError(f"'entry_point' must be the name of a function, got {entry_point!r:.80}.")
-  test = text(row, 'test')
+  prompt, test = text(row, 'prompt'), code('test', text(row, 'test'))
   if 'def check(' not in test:
     raise ValueError("'test' must define check(candidate).")
+  if not re.search(rf'\bdef\s+{entry_point}\b', prompt):
+    raise ValueError(f"'prompt' must begin the function {entry_point!r} that 'entry_point' names.")
   return {
-      'question': text(row, 'prompt'), 'answer': '', **identity(row, 'task_id'), 'prompt': text(row, 'prompt'), 'test': test,
+      'question': prompt, 'answer': '', **identity(row, 'task_id'), 'prompt': prompt, 'test': test,
       'entry_point': entry_point}
 
 
@@ -150,6 +168,11 @@ def mbpp(row: Mapping[str, Any]) -> Row:
   setup = '\n'.join(setup) if isinstance(setup, list) and all(isinstance(x, str) for x in setup) else setup
   if not isinstance(setup, str):
     raise ValueError(f"'test_setup_code' must be text, got {setup!r:.80}.")
+  if row.get('task_id') is None:  # It tells the test problems from the others.
+    raise ValueError(f"has no field 'task_id'; it has {', '.join(map(repr, row)) or 'none'}.")
+  code('test_setup_code', setup)
+  for test in tests:
+    code('test_list', test)
   return {
       'question': text(row, 'text', 'prompt'), 'answer': '', **identity(row, 'task_id'), 'test_list': tests, 'test_setup_code': setup,
       **keep(row, 'code')}

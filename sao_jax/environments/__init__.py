@@ -49,10 +49,14 @@ def make(name: str, **settings: Any) -> Environment:
     raise ValueError(f'Unknown environment {name!r}; known: {", ".join(sorted(REGISTRY))}.')
   module, attribute = REGISTRY[name]
   cls = getattr(importlib.import_module(module), attribute)
-  known = list(inspect.signature(cls).parameters)
+  known = inspect.signature(cls).parameters
   unknown = sorted(set(settings) - set(known))
   if unknown:
     raise ValueError(f'Unknown setting {unknown[0]!r} of the environment {name!r}; known: {", ".join(known) or "none"}.')
+  named = [x for x in known.values() if x.kind in (x.KEYWORD_ONLY, x.POSITIONAL_OR_KEYWORD)]
+  missing = [x.name for x in named if x.default is x.empty and x.name not in settings]
+  if missing:
+    raise ValueError(f'The environment {name!r} needs the setting {missing[0]!r}; it has {", ".join(known)}.')
   environment = cls(**settings)
   environment.name = name
   return environment

@@ -72,18 +72,18 @@ class QuestionAnswer(base.Environment):
     base.check_range('test_share', test_share, 0.001, 0.999)
     self.answer_format, self.template = answer_format, template
     self.system_prompt = FORMATS[answer_format][0] if system_prompt is None else system_prompt
-    self._rows = self._split_rows(source, test_share)
+    if not isinstance(grader_settings, (Mapping, type(None))):
+      raise ValueError(f'grader_settings must map names to values, got {grader_settings!r:.200}.')
     settings = dict(grader_settings or {})
     if grader != 'code':
       settings.setdefault('extraction', answer_format)
     self._grader = graders.shared(grader, **settings)
     self._needs_answer = self._grader.needs_answer
-    for rows, _ in self._rows.values():
-      _check_rows(rows, self._needs_answer)
+    self._rows = self._split_rows(source, test_share)
     self._data: Mapping[str, Any] | None = None
 
   def _split_rows(self, source: Source, test_share: float) -> dict[str, tuple[data_sources.Source, Sequence[int]]]:
-    return _splits(source, test_share)
+    return _splits(source, test_share, self._needs_answer)
 
   def _row(self, split: str, place: int) -> dict[str, Any]:
     source, numbers = self._rows[split]
@@ -162,13 +162,18 @@ def _check_rows(rows: data_sources.Source, needs_answer: bool) -> None:
             f'{", ".join(map(repr, row)) or "no fields"} (fields={{{field!r}: COLUMN}} in the source names them).')
 
 
-def _splits(source: Source, test_share: float) -> dict[str, tuple[data_sources.Source, Sequence[int]]]:
-  """Split -> (rows, numbers of those that belong to it)."""
-  if isinstance(source, Mapping) and set(source) == set(base.SPLITS):
+def _splits(source: Source, test_share: float, needs_answer: bool) -> dict[str, tuple[data_sources.Source, Sequence[int]]]:
+  """Split -> (rows, numbers of those that belong to it), every row checked."""
+  if isinstance(source, Mapping) and set(source) & set(base.SPLITS):
+    if set(source) != set(base.SPLITS):
+      raise ValueError(f'A source by splits has {" and ".join(base.SPLITS)}, and nothing else; got {", ".join(map(repr, source))}.')
     opened = {split: data_sources.open(part) for split, part in source.items()}
+    for rows in opened.values():
+      _check_rows(rows, needs_answer)
     divided = {split: (rows, range(len(rows))) for split, rows in opened.items()}
   else:
     rows = data_sources.open(source)
+    _check_rows(rows, needs_answer)
     sides = _sides(rows, test_share)
     divided = {split: (rows, numbers) for split, numbers in sides.items()}
   for split, (_, numbers) in divided.items():

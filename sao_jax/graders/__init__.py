@@ -41,7 +41,7 @@ def make(name: str, **settings: Any) -> Grader:
     ValueError: on an unknown name or setting, or a value out of range; the message lists what is known.
     ImportError: when the grader needs a package that is not installed; the message says how to install it.
   """
-  if name not in REGISTRY:
+  if not isinstance(name, str) or name not in REGISTRY:
     raise ValueError(f'Unknown grader {name!r}; known: {", ".join(sorted(REGISTRY))}.')
   module, attribute = REGISTRY[name]
   cls = getattr(importlib.import_module(module), attribute)

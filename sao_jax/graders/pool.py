@@ -44,7 +44,8 @@ class TimeUp(Exception):
 class _Worker:
   """One process and its pipes. Owned by one thread at a time."""
 
-  def __init__(self, memory_mb: int, service: str):
+  def __init__(self, memory_mb: int, service: str, max_reply: int):
+    self._max_reply = max_reply
     lifeline, self._lifeline = os.pipe()
     try:
       self._process = subprocess.Popen(
@@ -96,7 +97,7 @@ class _Worker:
       data += part
       if len(data) >= HEADER.size:
         size = HEADER.unpack(data[:HEADER.size])[0]
-        if size > MAX_FRAME:
+        if size > self._max_reply:
           raise WorkerDied(None)
         if len(data) >= HEADER.size + size:
           return json.loads(data[HEADER.size:])
@@ -134,12 +135,14 @@ class Pool:
     memory_mb: address space of a worker.
     wait_limit_s: how long a call waits for a free worker.
     service: module that grades in a worker, see `worker`.
+    max_reply: bytes; a worker that says more is ended.
   """
 
   def __init__(
       self, *, size: int, time_limit_s: float, memory_mb: int, wait_limit_s: float, service: str = 'sao_jax.graders.symbolic_service',
+      max_reply: int = MAX_FRAME,
   ):
-    self._service = service
+    self._service, self._max_reply = service, max_reply
     self._size = size or len(os.sched_getaffinity(0))
     self._time_limit_s, self._memory_mb, self._wait_limit_s = time_limit_s, memory_mb, wait_limit_s
     self._condition = threading.Condition()
@@ -206,7 +209,7 @@ class Pool:
       self._count += 1
     worker = None
     try:
-      worker = _Worker(self._memory_mb, self._service)
+      worker = _Worker(self._memory_mb, self._service, self._max_reply)
       with self._condition:
         self._alive.add(worker)
         closed = self._closed

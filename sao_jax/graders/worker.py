@@ -35,7 +35,8 @@ def main(lifeline: int, memory_mb: int, module: str) -> None:
   service.prepare()
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
   resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-  resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
+  memory = _allowed(resource.RLIMIT_AS, memory_mb << 20)
+  resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
   write(output, {'ready': os.getpid()})
   while (request := read(sys.stdin.buffer)) is not None:
     _limit_cpu(request['cpu_s'])
@@ -46,7 +47,13 @@ def _limit_cpu(seconds: float) -> None:
   """Ends this process (SIGXCPU) when the item takes more CPU time than this, also where no thread of Python gets its turn."""
   used = resource.getrusage(resource.RUSAGE_SELF)
   soft = int(used.ru_utime + used.ru_stime + seconds + CPU_ALLOWANCE_S) + 1
-  resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
+  resource.setrlimit(resource.RLIMIT_CPU, (_allowed(resource.RLIMIT_CPU, soft), resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def _allowed(kind: int, value: int) -> int:
+  """`value`, or the limit that this process cannot raise (`ulimit -H`) where that is lower."""
+  hard = resource.getrlimit(kind)[1]
+  return value if hard == resource.RLIM_INFINITY else min(value, hard)
 
 
 def _follow_parent(lifeline: int) -> None:

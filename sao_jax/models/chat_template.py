@@ -5,19 +5,18 @@ writes can be told from what was said: template text may hold control tokens, co
 the number of messages alone (all that is done with their texts is a search for reasoning tags), conversations of one shape share it, and
 the reasoning of a turn can be followed through the template: does it keep it, or drop it?
 
-The environment is that of transformers: a sandbox in which nothing can be changed, `raise_exception`, `strftime_now`, `tojson` without HTML
-escapes, `break` and `continue`, and `{% generation %}` blocks, which only mark what they hold.
+Templates run in a process of their own (`template_service.py`), where one that hangs or grows is ended.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import functools
 import json
 import re
 from typing import Any, Mapping, Sequence
 
+from sao_jax.graders import pool
 from sao_jax.models import files
 from sao_jax.tool_calls import THINK, THINK_END
 
@@ -26,6 +25,12 @@ Message = Mapping[str, Any]  # {'role': 'system' | 'user' | 'assistant' | 'tool'
 NAME = re.compile(r'(Q7Zx\d{6}xZ7Q)')
 _TAG = re.compile(f'({THINK}|{THINK_END})')
 _CACHED = 512  # Renderings kept of one template.
+TIME_LIMIT_S = 20.0  # Of one rendering, which takes milliseconds.
+MEMORY_MB = 1024
+
+
+class TemplateLimit(ValueError):
+  """A template needs more time or memory than one may have."""
 
 
 @dataclasses.dataclass
@@ -113,19 +118,20 @@ class ChatTemplate:
       settings: further variables of the template, e.g. {'enable_thinking': False}.
 
     Raises:
-      ValueError: the text is no Jinja template, or `settings` name a variable that is given otherwise.
+      ValueError: the text is no Jinja template, or `settings` name a variable that is given otherwise, or are not JSON-like.
     """
     taken = sorted({'messages', 'tools', 'add_generation_prompt', *names} & set(settings))
     if taken:
       raise ValueError(f'The template setting {taken[0]!r} is given by the conversation itself; leave it out.')
     self.source = source
-    self._jinja = files.need('jinja2')
-    try:
-      self._template = _environment().from_string(source)
-    except self._jinja.TemplateError as error:
-      raise ValueError(f'The chat template cannot be rendered: {error}') from error
+    files.need('jinja2')
     defaults = {'bos_token': '', 'eos_token': '', 'pad_token': '', 'unk_token': ''}
     self._variables = {**defaults, **names, **settings}
+    try:
+      json.dumps(self._variables)
+    except (TypeError, ValueError) as error:
+      raise ValueError(f'The settings of a chat template must be JSON-like, got {dict(settings)!r:.200} ({error}).') from error
+    _ask({'source': source})
     self._render = functools.lru_cache(maxsize=_CACHED)(self._run)
 
   def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), generation: bool) -> str:
@@ -133,44 +139,32 @@ class ChatTemplate:
 
     Raises:
       ValueError: the template refuses the conversation; the message is the template's own.
+      TemplateLimit: it does not end within its limits.
+      RuntimeError: there is no process to run it in.
     """
     return self._render(json.dumps(list(messages)), json.dumps(list(tools)), generation)
 
   def _run(self, messages: str, tools: str, generation: bool) -> str:
-    try:
-      return self._template.render(
-          **self._variables, messages=json.loads(messages), tools=json.loads(tools) or None, documents=None,
-          add_generation_prompt=generation)
-    except self._jinja.TemplateError as error:
-      raise ValueError(f'The chat template cannot be rendered: {error}') from error
-    except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:  # Python's own.
-      raise ValueError(f'The chat template fails on this conversation: {type(error).__name__}: {error}') from error
+    return _ask({'source': self.source, 'variables': self._variables, 'messages': messages, 'tools': tools, 'generation': generation})
 
 
 @functools.lru_cache(maxsize=1)
-def _environment() -> Any:
-  """Jinja as transformers sets it up for chat templates."""
-  jinja2 = files.need('jinja2')
-  sandbox, ext, nodes = files.need('jinja2.sandbox'), files.need('jinja2.ext'), files.need('jinja2.nodes')
+def _processes() -> pool.Pool:
+  """The one process of this one's templates."""
+  return pool.Pool(
+      size=1, time_limit_s=TIME_LIMIT_S, memory_mb=MEMORY_MB, wait_limit_s=10 * TIME_LIMIT_S, service='sao_jax.models.template_service',
+      max_reply=1 << 25)
 
-  class Generation(ext.Extension):
-    """`{% generation %}` marks what an assistant said; here it is only passed over."""
 
-    tags = {'generation'}
-
-    def parse(self, parser: Any) -> Any:
-      line = next(parser.stream).lineno
-      return nodes.Scope(parser.parse_statements(('name:endgeneration',), drop_needle=True)).set_lineno(line)
-
-  def raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-  def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-  environment = sandbox.ImmutableSandboxedEnvironment(
-      trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols])
-  environment.filters['tojson'] = tojson
-  environment.globals['raise_exception'] = raise_exception
-  environment.globals['strftime_now'] = lambda form: datetime.datetime.now().strftime(form)
-  return environment
+def _ask(request: dict[str, Any]) -> str:
+  """What the service makes of a request."""
+  verdict, reason = _processes().ask(request)
+  if verdict == 'refused':
+    raise ValueError(f'The chat template cannot be rendered: {reason}')
+  if verdict == 'failed':
+    raise ValueError(f'The chat template fails on this conversation: {reason}')
+  if verdict in ('too_much', 'grader_timeout'):
+    raise TemplateLimit(f'The chat template was stopped: {reason}. Look for a loop or a repetition in it that does not end.')
+  if verdict != 'rendered':
+    raise RuntimeError(f'The chat template could not be rendered: {reason}.')
+  return reason

@@ -27,7 +27,7 @@ import re
 from typing import Any, Mapping, Protocol, Sequence
 
 from sao_jax import tool_calls
-from sao_jax.models.chat_template import NAME, ChatTemplate, Hidden, Message, hide
+from sao_jax.models.chat_template import NAME, ChatTemplate, Hidden, Message, TemplateLimit, hide
 from sao_jax.models.tokenizers import Tokenizer
 
 KINDS = ('raw', 'chat')
@@ -163,6 +163,8 @@ class ChatConversation:
     messages = hide([{'role': 'user', 'content': 'x'}]).messages
     try:
       return 'q7zprobe' in self._template.render(messages, tools=[probe], generation=True)
+    except TemplateLimit:
+      raise
     except ValueError:
       return False
 
@@ -171,8 +173,8 @@ class ChatConversation:
     """The control token that ends a turn before a message of `next_role`; None where other text does."""
     try:
       text = self._probe(['user', 'assistant', next_role], generation=True)
-    except ValueError:
-      if next_role == 'user':
+    except ValueError as error:
+      if next_role == 'user' or isinstance(error, TemplateLimit):
         raise
       return self._closing('user')
     names = NAME.findall(text)

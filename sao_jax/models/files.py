@@ -31,8 +31,11 @@ def path_of(name: str | os.PathLike[str]) -> Path:
   """Path of a file or folder; 'gs://bucket/folder' and other addresses with a scheme are opened by etils, by the libraries it names."""
   text = os.fspath(name)
   if '://' not in text:
-    return pathlib.Path(text).expanduser()
-  return importlib.import_module('etils.epath').Path(text)  # Orbax needs it, too, so it is there.
+    return pathlib.Path(os.path.expanduser(text))
+  try:
+    return importlib.import_module('etils.epath').Path(text)  # Orbax needs it, too, so it is there.
+  except KeyError as error:
+    raise ValueError(f'{text}: nothing here opens addresses that begin with {error}; copy it to a disk or a bucket.') from None
 
 
 def is_remote(path: Path) -> bool:
@@ -104,13 +107,20 @@ def pointer_hint(path: Path) -> str:
   return ' It is a pointer of Git LFS in the place of the file; run git lfs pull in its folder.' if pointer else ''
 
 
+def has(path: Path) -> bool:
+  """Whether the optional file is there. Raises ValueError for a link to nowhere (of a download that was cut) or a folder in its place."""
+  if not path.is_file() and not is_remote(path) and os.path.lexists(path):
+    raise ValueError(f'{path} is {"a folder" if path.is_dir() else "a link that leads to no file"}; mend or remove it.')
+  return path.is_file()
+
+
 def read_json(path: Path) -> dict[str, Any]:
   """The JSON object in `path`. Raises ValueError where the file is missing or holds none."""
   try:
     value = json.loads(path.read_text(encoding='utf-8'))
   except FileNotFoundError:
     raise ValueError(f'{path} is missing; the folder of a pretrained model needs it.') from None
-  except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+  except (ValueError, RecursionError) as error:  # Also of bytes that are no text, and of numbers too long to be read.
     raise ValueError(f'{path} is not valid JSON: {error}.{pointer_hint(path)}') from error
   if not isinstance(value, dict):
     raise ValueError(f'{path} must hold a JSON object, got {type(value).__name__}.')

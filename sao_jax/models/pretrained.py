@@ -287,18 +287,31 @@ def save_params(
   partial.rename(folder)
 
 
-def _write_weights(folder: files.Path, config: ModelConfig, params: Params, shard_bytes: int) -> None:
-  """Weight files of at most `shard_bytes`, and their index where there are several."""
+def stored(config: ModelConfig) -> tuple[dict[str, tuple[str, Piece]], dict[str, Any], dict[str, int]]:
+  """(path and piece, type, bytes) of every tensor that a model is written as, by name, in the order of the files."""
   _, shapes, _ = transformer.abstract(transformer.Policy, dataclasses.replace(config, scan_layers=False))
   pieces = {piece.name: (p, piece) for p, s in shapes.items() for piece in weight_names.pieces(p, s.shape)}
-  stored = {name: piece.shape for name, (_, piece) in pieces.items()}
   dtypes = {name: shapes[p].dtype for name, (p, _) in pieces.items()}
-  size = lambda name: int(np.prod(stored[name])) * dtypes[name].itemsize
+  return pieces, dtypes, {name: int(np.prod(piece.shape)) * dtypes[name].itemsize for name, (_, piece) in pieces.items()}
+
+
+def shards(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
+  """Names of the tensors of each file, in order, no file larger than `shard_bytes` unless a single tensor is."""
   groups: list[list[str]] = [[]]
-  for name in stored:
-    if groups[-1] and sum(map(size, groups[-1])) + size(name) > shard_bytes:
+  size = 0
+  for name, more in sizes.items():
+    if groups[-1] and size + more > shard_bytes:
       groups.append([])
+      size = 0
     groups[-1].append(name)
+    size += more
+  return groups
+
+
+def _write_weights(folder: files.Path, config: ModelConfig, params: Params, shard_bytes: int) -> None:
+  """Weight files of at most `shard_bytes`, and their index where there are several."""
+  pieces, dtypes, sizes = stored(config)
+  groups = shards(sizes, shard_bytes)
 
   @functools.lru_cache(maxsize=1)  # Experts are written one by one; their stack is fetched once.
   def fetch(path: str) -> np.ndarray:
@@ -314,7 +327,7 @@ def _write_weights(folder: files.Path, config: ModelConfig, params: Params, shar
   count = len(groups)
   names = ['model.safetensors'] if count == 1 else [f'model-{i:05d}-of-{count:05d}.safetensors' for i in range(1, count + 1)]
   for file_name, group in zip(names, groups, strict=True):
-    safetensors_io.write(folder / file_name, {name: stored[name] for name in group}, dtypes, read)
+    safetensors_io.write(folder / file_name, {name: pieces[name][1].shape for name in group}, dtypes, read)
   if count > 1:
-    index = {'metadata': {'total_size': sum(map(size, stored))}, 'weight_map': {n: f for f, group in zip(names, groups) for n in group}}
+    index = {'metadata': {'total_size': sum(sizes.values())}, 'weight_map': {n: f for f, group in zip(names, groups) for n in group}}
     (folder / 'model.safetensors.index.json').write_text(json.dumps(index, indent=2))

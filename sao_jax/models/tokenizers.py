@@ -24,6 +24,7 @@ from sao_jax.models import files
 
 
 FILES = ('tokenizer.json', 'tokenizer_config.json')  # A folder with one of these has a tokenizer.
+MOST_IDS = 2**22
 
 
 class Tokenizer(Protocol):
@@ -312,11 +313,16 @@ def _token_bytes(spec: dict[str, Any], vocabulary: Mapping[str, int], added: set
   if kind not in (None, 'BPE'):
     raise ValueError(
         f'The tokenizer is of type {kind}; supported are byte-level BPE and BPE with byte fallback, whose tokens have exact bytes.')
+  if spec['model'].get('dropout'):
+    raise ValueError(f'The tokenizer merges at random (dropout {spec["model"]["dropout"]}); set dropout to null in tokenizer.json.')
   if spec['model'].get('byte_fallback'):
     bytes_of = _fallback_bytes(vocabulary)
   elif any(part['type'] == 'ByteLevel' for part in _parts(spec)):
     alphabet = _byte_alphabet()
     bytes_of = lambda piece: bytes([alphabet[c] for c in piece])
+    absent = [c for c, b in alphabet.items() if (32 <= b < 127 or b == 10) and c not in vocabulary]
+    if absent:
+      raise ValueError(f'The tokenizer has no token for {len(absent)} characters of plain text (the first: {chr(alphabet[absent[0]])!r}).')
   else:
     raise ValueError('The tokenizer is a BPE that is neither byte-level nor with byte fallback: text outside its vocabulary would be lost.')
   table = [b''] * vocab_size
@@ -388,11 +394,13 @@ def from_folder(folder: pathlib.Path, vocab_size: int | None = None) -> Pretrain
   library = files.need('tokenizers')
   settings = {**_optional_json(folder / 'special_tokens_map.json'), **_optional_json(folder / 'tokenizer_config.json')}
   path = folder / 'tokenizer.json'
-  if not path.is_file():
+  if not files.has(path):
     raise ValueError(f'{path} is missing; the folder of a pretrained model needs it.{_other_format(folder)}')
   try:
     backend = library.Tokenizer.from_str(path.read_text(encoding='utf-8'))
-  except Exception as error:  # The library raises a bare Exception on bad JSON.
+  except BaseException as error:  # The library raises a bare Exception on bad JSON, and what is not even one where its own code panics.
+    if not isinstance(error, Exception) and type(error).__name__ != 'PanicException':
+      raise
     raise ValueError(f'{path} cannot be read as a tokenizer: {error}.{files.pointer_hint(path)}') from error
   _add_tokens(library, backend, settings, folder)
   names = _special_names(backend, settings, folder)
@@ -402,11 +410,11 @@ def from_folder(folder: pathlib.Path, vocab_size: int | None = None) -> Pretrain
         backend, pad_id=stops[0] if pad is None else pad, stop_ids=stops, chat_template=_template(folder, settings),
         vocab_size=vocab_size, names=names)
   except ValueError as error:
-    raise ValueError(f'{folder}: {error}') from error
+    raise ValueError(str(error) if str(error).startswith(f'{folder}/') else f'{folder}: {error}') from error
 
 
 def _optional_json(path: pathlib.Path) -> dict[str, Any]:
-  return files.read_json(path) if path.is_file() else {}
+  return files.read_json(path) if files.has(path) else {}
 
 
 def _other_format(folder: pathlib.Path) -> str:
@@ -422,11 +430,16 @@ def _add_tokens(library: Any, backend: Any, settings: Mapping[str, Any], folder:
   if not isinstance(declared, dict):
     raise ValueError(f'{label}: added_tokens_decoder must be an object, got {type(declared).__name__}.')
   for key, token in declared.items():
-    if not key.isdecimal() or not isinstance(token, dict) or not isinstance(token.get('content'), str) or not token['content']:
-      raise ValueError(f'{label}: added_tokens_decoder must map ids to objects with a content, got {key!r}: {token!r:.80}.')
+    content = token.get('content') if isinstance(token, dict) else None
+    if not re.fullmatch('[0-9]{1,9}', key) or not isinstance(content, str) or not content or not _is_unicode(content):
+      raise ValueError(f'{label}: added_tokens_decoder must map ids to objects with a content, got {key!r:.80}: {token!r:.80}.')
   known = backend.get_added_tokens_decoder()
   for key, token in sorted(declared.items(), key=lambda item: int(item[0])):
     if int(key) in known:
+      if known[int(key)].content != token['content']:
+        raise ValueError(
+            f'{label} gives the id {key} to {token["content"]!r}, tokenizer.json to {known[int(key)].content!r}; the two files do not '
+            'belong together.')
       continue
     flags = {name: bool(token.get(name, False)) for name in ('single_word', 'lstrip', 'rstrip', 'normalized', 'special')}
     backend.add_tokens([library.AddedToken(token['content'], **flags)])
@@ -462,8 +475,11 @@ def _stops_and_pad(backend: Any, names: Mapping[str, str], folder: pathlib.Path)
       if not isinstance(i, int) or isinstance(i, bool):
         raise ValueError(f'{folder / name}: eos_token_id must be an id or a list of ids, got {found!r}.')
       stops.append(i)
-    if pad is None and isinstance(values.get('pad_token_id'), int) and values['pad_token_id'] >= 0:
-      pad = values['pad_token_id']
+    found = values.get('pad_token_id')
+    if found is not None and (not isinstance(found, int) or isinstance(found, bool)):
+      raise ValueError(f'{folder / name}: pad_token_id must be an id, got {found!r}.')
+    if pad is None and found is not None and found >= 0:
+      pad = found
   if not stops:
     raise ValueError(
         f'{folder}: no file names an eos token, which is needed to end turns: eos_token in tokenizer_config.json, or eos_token_id in '
@@ -480,11 +496,14 @@ def _text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
 def _template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str:
   """Chat template of a Hugging Face folder: in its own file, or in the settings. Of several named ones, 'default'."""
   path = folder / 'chat_template.jinja'
-  if path.is_file():
+  if files.has(path):
     try:
-      return path.read_text(encoding='utf-8')
+      text = path.read_text(encoding='utf-8')
     except UnicodeDecodeError as error:
       raise ValueError(f'{path} is not UTF-8: {error}') from error
+    if not text.strip():
+      raise ValueError(f'{path} is empty; fetch it again, or remove it.')
+    return text
   found = _optional_json(folder / 'chat_template.json').get('chat_template', settings.get('chat_template')) or ''
   if isinstance(found, list):
     named = {entry.get('name'): entry.get('template') for entry in found if isinstance(entry, dict)}
@@ -494,6 +513,15 @@ def _template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str:
   if not isinstance(found, str):
     raise ValueError(f'chat_template must be a text or a list of named texts, got {type(found).__name__}.')
   return found
+
+
+def _is_unicode(text: str) -> bool:
+  """Whether a text of a JSON file can be written: not where it has half of a surrogate pair."""
+  try:
+    text.encode('utf-8')
+  except UnicodeEncodeError:
+    return False
+  return True
 
 
 def make(config: ModelConfig) -> Tokenizer:
@@ -515,4 +543,7 @@ def load(name: str) -> Tokenizer:
   if _optional_json(path / 'tokenizer_config.json').get('tokenizer_class') == ByteTokenizer.NAME:
     return ByteTokenizer()
   config = files.read_json(path / 'config.json')
-  return from_folder(path, config.get('vocab_size') or _text_config(config).get('vocab_size'))
+  size = config.get('vocab_size') or _text_config(config).get('vocab_size')
+  if size is not None and (isinstance(size, bool) or not isinstance(size, int) or not 0 < size <= MOST_IDS):
+    raise ValueError(f'{path / "config.json"}: vocab_size must be an integer from 1 to {MOST_IDS}, got {size!r:.80}.')
+  return from_folder(path, size)

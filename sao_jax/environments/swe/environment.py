@@ -154,8 +154,12 @@ class SWE(compaction_lib.Compaction, base.Environment):
     instance = self._instance
     self._judge.populate(self._take_box(instance), instance)
     where = instance.repo_path if instance.image else repository.ROOT
+    env = dict(instance.env)
+    if not instance.image:  # What the tests can import; in an image the project is installed.
+      roots = [posixpath.normpath(posixpath.join(where, root)) for root in self._judge.trusted(instance).roots]
+      env.setdefault('PYTHONPATH', ':'.join([*roots, sandbox.PACKAGES]))
     self._toolbox = tools.Toolbox(
-        self._box, shell_time_s=self._shell_time_s, max_output=self._max_output, repo_path=where, env=instance.env)
+        self._box, shell_time_s=self._shell_time_s, max_output=self._max_output, repo_path=where, env=env)
     system = SYSTEM.format(root=where) if self._system is None else self._system
     return base.Observation(messages=(
         *(({'role': 'system', 'content': system},) if system else ()), {'role': 'user', 'content': instance.problem_statement}))
@@ -256,7 +260,8 @@ class SWE(compaction_lib.Compaction, base.Environment):
   def _take_box(self, instance: Instance) -> sandbox.Box:
     """A new box, which is the episode's. Raises SandboxFailure."""
     try:
-      box = self._pool.take() if self._pool is not None and not instance.image else self._judge.open_box(instance)
+      pooled = self._pool is not None and not instance.image and not instance.packages
+      box = self._pool.take() if pooled else self._judge.open_box(instance)
     except sandbox.SandboxError as error:
       raise SandboxFailure(f'{instance.instance_id}: {error}') from error
     with self._lock:

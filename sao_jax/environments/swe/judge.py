@@ -15,6 +15,7 @@ import dataclasses
 import json
 import pathlib
 import random
+import re
 import secrets
 import shlex
 import threading
@@ -32,7 +33,7 @@ from sao_jax.environments.swe.trusted import Laid, Trusted
 SCRIPT = pathlib.Path(runner_script.__file__).read_text(encoding='utf-8')
 REASONS = (
     'resolved', 'empty', 'does_not_apply', 'setup_failed', 'tests_failed', 'time', 'no_result', 'tampered', 'forged')
-PACKAGES = '/opt/packages'  # Where a box without an image shows the packages of this Python.
+PACKAGES = sandbox.PACKAGES  # Where a box without an image shows packages.
 OUTPUT_BYTES = 32 << 20
 
 
@@ -129,6 +130,9 @@ class Judge:
     try:
       if instance.image:
         return sandbox.open('container', image=instance.image, limits=limits or self._limits)
+      if instance.packages and self._backend != 'plain':
+        shown = sandbox.Mount(instance.packages, PACKAGES)
+        return sandbox.open(self._backend, limits=limits or self._limits, mounts=[shown], env={'PYTHONPATH': PACKAGES})
       return sandbox.open(self._backend, limits=limits or self._limits, packages=self._backend != 'plain')
     except sandbox.SandboxError as error:
       raise SandboxFailure(str(error)) from error
@@ -254,9 +258,11 @@ class Judge:
 
   def _request(self, instance: Instance, trusted: Trusted, ids: Sequence[str]) -> dict[str, Any]:
     files = [f for f in trusted.test_files if instance.runner != 'pytest' or _holds_tests(f, ids)]
+    plain = self._backend == 'plain'
+    site = [] if instance.image else [p for p in (instance.packages if plain else PACKAGES,) if p]
     return {
         'kind': instance.runner, 'log_format': instance.log_format, 'ids': list(ids), 'files': files, 'env': dict(instance.env),
-        'python_path': list(trusted.roots), 'site': [] if instance.image or self._backend == 'plain' else [PACKAGES],
+        'python_path': list(trusted.roots), 'site': site, 'plugins': bool(instance.packages),
         'time_s': self._time_s, 'is_runner': trusted.is_runner, 'command': command_of(instance, trusted.test_files, ids)}
 
   # --- Measuring an instance ---------------------------------------------------------------------------------------------------
@@ -273,7 +279,7 @@ class Judge:
     for number in range(repeats):
       run = _as_expected(self.run(instance, gold, instance.ids), instance, trusted, base)
       if run.ending != 'exited':
-        return Measured(usable=False, detail=f'the run with the gold patch ended with {run.ending}: {run.detail}')
+        return Measured(usable=False, detail=f'the run with the gold patch ended with {run.ending}: {run.detail}{_told(run.log)}')
       changed |= bool(run.wrong)
       for test in instance.ids:
         if run.outcomes[test] != 'passed' and left_out.get(test) != 'flaky':
@@ -285,7 +291,14 @@ class Judge:
       if without.outcomes.get(test) == 'passed' and test not in left_out:
         left_out[test] = 'passes without a patch'
     usable = any(test not in left_out for test in instance.fail_to_pass)
-    return Measured(left_out, usable, '' if usable else 'no test of FAIL_TO_PASS tells the gold patch from none', changed)
+    detail = '' if usable else f'no test of FAIL_TO_PASS tells the gold patch from none{_told(run.log)}'
+    return Measured(left_out, usable, detail, changed)
+
+
+def _told(log: str) -> str:
+  """The last error that a log tells of."""
+  errors = [line.strip() for line in log.split('\n') if re.search(r'\b[A-Z]\w*Error\b', line)]
+  return f'; the last error in its log: {errors[-1][:300]}' if errors else ''
 
 
 def _as_expected(run: Run, instance: Instance, trusted: Trusted, base: repository.Base) -> Run:
@@ -348,10 +361,10 @@ def outcomes(reports: Iterable[Any], ids: Sequence[str], *, pytest: bool) -> dic
       for name in names:
         found[name].append(report)
   shortened: dict[str, list[Mapping[str, Any]]] = collections.defaultdict(list)
-  if pytest:  # Lists made from logs hold ids up to their first blank.
+  if pytest:
     for name, values in found.items():
-      if ' ' in name:
-        shortened[name.split()[0]] += values
+      for short in runner_script.names_in_lists(name) - {name} if name.strip() else ():
+        shortened[short] += values
   result = {}
   for test in ids:
     values = found.get(test) or (shortened.get(test) if pytest else found.get(runner_script.dotted(test))) or []

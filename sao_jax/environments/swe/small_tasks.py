@@ -48,9 +48,9 @@ def made(name: str, statement: str, stub: str, solution: str, tests: str, count:
       'FAIL_TO_PASS': [f'test_{i + 1} (test_solution.SolutionTest)' for i in range(count)], 'PASS_TO_PASS': [], **fields}
 
 
-def test_file(setup: str, bodies: list[str]) -> str:
-  """A test module; each body becomes a test."""
-  lines = ['import unittest', '', 'import solution', 'from solution import *', '', *setup.replace('\r', '').split('\n'), '',
+def test_file(name: str, setup: str, bodies: list[str]) -> str:
+  """A test module; each body becomes a test, in which the solution's function `name` and its public names are known."""
+  lines = ['from solution import *', f'from solution import {name}', 'import unittest', '', *setup.replace('\r', '').split('\n'), '',
            'class SolutionTest(unittest.TestCase):']
   for i, body in enumerate(bodies, start=1):
     lines += ['', f'    def test_{i}(self):', *(f'        {line}' if line else '' for line in body.split('\n'))]
@@ -60,7 +60,7 @@ def test_file(setup: str, bodies: list[str]) -> str:
 def _humaneval(item: Mapping[str, Any]) -> dict[str, Any]:
   name, prompt = str(item['entry_point']), str(item['prompt'])
   number = str(item['task_id']).rsplit('/', 1)[-1]
-  tests = test_file(str(item['test']), [f'check(solution.{name})'])
+  tests = test_file(name, str(item['test']), [f'check({name})'])
   _check_source(tests, 'test')
   return made(f'openai__humaneval-{number}', f'Complete the function {name} in {TARGET}, as its description says.', prompt,
               prompt + str(item['canonical_solution']), tests, 1)
@@ -82,7 +82,7 @@ def _mbpp(item: Mapping[str, Any], completion: bool) -> dict[str, Any]:
     comment = '# ' + ' '.join(statement.split()) + '\n'
     lines = code.splitlines(keepends=True)
     stub, code = comment + ''.join(lines[:function.body[0].lineno - 1]), comment + code
-  tests = test_file(str(item.get('test_setup_code') or ''), assertions)
+  tests = test_file(function.name, str(item.get('test_setup_code') or ''), assertions)
   _check_source(tests, 'test_list')
   return made(f'google__mbpp-{item["task_id"]}', f'{statement}\n\nWrite {function.name} in {TARGET}. Example: {assertions[0]}', stub, code,
               tests, len(assertions))
@@ -112,5 +112,5 @@ def one_line(number: int) -> dict[str, Any]:
   stub = f'# {says}\ndef f(x):\n  return '
   f = eval(f'lambda x: {returns}', {'max': max, 'min': min})  # pylint: disable=eval-used
   inputs = sorted({0, 7, 100, rng.randrange(200), -rng.randrange(1, 50)})
-  tests = test_file('', [f'assert solution.f({x}) == {f(x)}' for x in inputs])
+  tests = test_file('f', '', [f'assert f({x}) == {f(x)}' for x in inputs])
   return made(f'sao__one_line-{number}', f'Complete f in {TARGET}: {says}.', stub, f'{stub}{returns}\n', tests, len(inputs))

@@ -93,7 +93,7 @@ def command_of(request, source, write, settings):
   roots = [os.path.normpath(os.path.join(request['root'], p)) for p in request['python_path']]
   env.update(HOME=scratch, TMPDIR=scratch, LANG='C.UTF-8', PYTHONDONTWRITEBYTECODE='1', PYTHONHASHSEED='0')
   env['PYTHONPATH'] = os.pathsep.join(roots + request['site'])
-  if request['site']:
+  if request['site'] and not request['plugins']:
     env['PYTEST_DISABLE_PLUGIN_AUTOLOAD'] = '1'  # Those are the host's plugins, not the project's.
   env.update(request['env'])
   if request['kind'] != 'command':
@@ -291,7 +291,7 @@ def pytest_observer(pytest, channel, request):
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config, items):
       if wanted:
-        keep = [i for i in items if i.nodeid in wanted or i.nodeid.split()[0] in wanted]
+        keep = [i for i in items if wanted.intersection(names_in_lists(i.nodeid))]
         kept = set(map(id, keep))
         config.hook.pytest_deselected(items=[i for i in items if id(i) not in kept])
         items[:] = keep
@@ -312,6 +312,13 @@ def pytest_observer(pytest, channel, request):
     channel.send(id=report.nodeid, when=report.when, outcome=report.outcome, raised=raised, xfail=hasattr(report, 'wasxfail'))
 
   return Observer()
+
+
+def names_in_lists(test):
+  """A test's id in pytest, and how lists made from logs may call it: up to its first blank, and with the end of a path for the path."""
+  cut = test.split()[0]
+  match = re.match(r'(.*?)\[(/[^/*][^*]*)\]', cut)
+  return {test, cut, '%s[/%s]' % (match.group(1), match.group(2).split('/')[-1]) if match else cut}
 
 
 def run_unittest(request, roots, channel):

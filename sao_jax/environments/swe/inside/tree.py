@@ -138,6 +138,10 @@ def lose(root):
     command = ['git', '-c', 'core.logAllRefUpdates=false', '-c', 'core.hooksPath=/dev/null', '-c', 'safe.directory=*', '-c', 'gc.auto=0']
     if subprocess.call(command + words, cwd=root, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL):
       sys.exit('git ' + words[0] + ' failed')
+    if words[0] == 'init':
+      os.makedirs(os.path.join(root, b'.git', b'info'), exist_ok=True)
+      with open(os.path.join(root, b'.git', b'info', b'attributes'), 'w') as file:
+        file.write('* -text -filter -ident -working-tree-encoding\n')  # Files stay as they are, whatever the repository's attributes say.
 
 
 def main(action, root, out=''):
