@@ -547,6 +547,20 @@ def test_a_broken_sandbox_is_a_failure_of_the_environment(tmp_path, monkeypatch)
   env.close()
 
 
+def test_a_repository_that_cannot_be_laid_out_loses_the_rollout_and_not_the_run(tmp_path, monkeypatch):
+  def refuse(*_, **__):
+    raise repository.RepositoryError('git is not installed')
+
+  env = made(tmp_path, swe_fixtures.flat()[0])
+  instance, _ = swe_fixtures.instance(swe_fixtures.flat)
+  monkeypatch.setattr(repository.FolderBase, 'populate', refuse)
+  for call_it in (lambda: env.reset(env.sample_task(0, 'test', 0)), lambda: Judge().judge_patch(instance, instance.patch)):
+    with pytest.raises(environments.EnvironmentFailure, match='git is not installed') as caught:
+      call_it()
+    assert caught.value.reason == 'environment_repository'
+  env.close()
+
+
 @pytest.mark.parametrize('warm', [0, 1])
 def test_a_box_that_comes_after_the_end_is_ended(tmp_path, monkeypatch, warm):
   """`close` may come while the box of a hanging reset is made."""

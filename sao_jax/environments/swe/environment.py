@@ -152,11 +152,7 @@ class SWE(compaction_lib.Compaction, base.Environment):
     if self._interface == 'reply':
       return self._ask()
     instance = self._instance
-    try:
-      self._take_box(instance)
-      self._judge.base(instance).populate(self._box, self._judge.python(instance))
-    except (sandbox.SandboxError, sandbox.PathError) as error:
-      raise SandboxFailure(f'{instance.instance_id}: {error}') from error
+    self._judge.populate(self._take_box(instance), instance)
     where = instance.repo_path if instance.image else repository.ROOT
     env = dict(instance.env)
     if not instance.image:  # What the tests can import; in an image the project is installed.
@@ -261,7 +257,8 @@ class SWE(compaction_lib.Compaction, base.Environment):
 
   # --- Boxes -------------------------------------------------------------------------------------------------------------------
 
-  def _take_box(self, instance: Instance) -> None:
+  def _take_box(self, instance: Instance) -> sandbox.Box:
+    """A new box, which is the episode's. Raises SandboxFailure."""
     try:
       pooled = self._pool is not None and not instance.image and not instance.packages
       box = self._pool.take() if pooled else self._judge.open_box(instance)
@@ -272,6 +269,7 @@ class SWE(compaction_lib.Compaction, base.Environment):
     if closed:
       self._give_up_box()
       raise SandboxFailure(f'{instance.instance_id}: closed while its box was made')
+    return box
 
   def _give_up_box(self) -> None:
     with self._lock:
