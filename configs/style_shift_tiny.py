@@ -2,8 +2,8 @@
 
 A warm start on sentences of two styles and of none gives a policy that writes in each of them now and then. SAO follows what is rewarded: academic
 at first, cute from the sixth version on, told by nothing but rewards. A policy that has come to write in one style alone finds no other one again,
-so the change comes while the other style is still seen. lambda is 1: with the length-adaptive one, half of what an answer's first tokens learn from
-is what the value model thought of the old style. docs/results.md has what did not work, four styles among it.
+so the change comes while the other style is still seen. lambda is 1: with the length-adaptive one the change
+is followed too, but proper writing suffers on the way. docs/results.md has both, and what did not work, four styles among it.
 
 Command: python launch/train.py --config=configs/style_shift_tiny.py --workdir=runs/style_shift_tiny
 Hardware: 2 CPU cores.

@@ -38,6 +38,8 @@ class ServeFlow:
   def __init__(self, board: Switchboard, output: pathlib.Path, sessions: int):
     self._board, self._sessions, self._open = board, sessions, 0
     self._file = open(output, 'a', encoding='utf-8')
+    if _ends_in_half_a_line(output):
+      self._file.write('\n')  # Else the first conversation would be lost with it.
     self.counts: collections.Counter[str] = collections.Counter()
 
   def admit(self, version: int) -> Admission | None:
@@ -147,6 +149,15 @@ def serve_run(
   return {
       'checkpoint': where['checkpoint'], 'policy_step': where['policy_step'], 'conversations': flow.counts.total(),
       'ended': dict(flow.counts), 'output': str(output)}
+
+
+def _ends_in_half_a_line(path: pathlib.Path) -> bool:
+  """Whether a server before this one was killed, or had no room, while it wrote."""
+  if not path.is_file() or not path.stat().st_size:
+    return False
+  with open(path, 'rb') as file:
+    file.seek(-1, os.SEEK_END)
+    return file.read() != b'\n'
 
 
 def _loop(engine: RolloutEngine, flow: ServeFlow, stop: threading.Event) -> None:

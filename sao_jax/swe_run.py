@@ -29,7 +29,7 @@ from sao_jax import config as settings_lib, report
 from sao_jax.config import Config
 from sao_jax.environments.base import EnvironmentFailure, Task
 from sao_jax.environments.swe import measuring
-from sao_jax.environments.swe.instances import Instance
+from sao_jax.environments.swe.instances import Instance, is_writable
 from sao_jax.environments.swe.judge import Judge, Measured, Verdict
 from sao_jax.evaluation import ListFlow, run_list, wilson_interval
 
@@ -76,6 +76,8 @@ def read_predictions(path: str, instances: Sequence[Instance]) -> dict[str, dict
     patch, name = row.get('model_patch'), row.get('model_name_or_path', 'unknown')
     if patch is not None and not isinstance(patch, str) or not isinstance(name, str):
       raise ValueError(f'{where}: model_patch must be a text or null, and model_name_or_path a text.')
+    if not is_writable(patch or ''):
+      raise ValueError(f'{where}: model_patch holds half of a surrogate pair.')
     if row['instance_id'] in found:
       raise ValueError(f'{where}: there are two predictions for {row["instance_id"]}.')
     found[row['instance_id']] = {'model_name_or_path': name, 'model_patch': patch or ''}
@@ -88,12 +90,12 @@ def read_predictions(path: str, instances: Sequence[Instance]) -> dict[str, dict
 def _rows(text: str, path: str) -> Iterator[tuple[str, Any]]:
   try:
     whole = json.loads(text)
-  except ValueError:
+  except (ValueError, RecursionError):
     for number, line in enumerate(text.split('\n'), start=1):
       if line.strip():
         try:
           yield f'{path}, line {number}', json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
           raise ValueError(f'{path}, line {number}: not valid JSON ({error}).') from None
     return
   if isinstance(whole, Mapping) and 'instance_id' not in whole:

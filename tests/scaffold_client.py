@@ -41,6 +41,11 @@ def main():
     sys.exit('cannot start')
   if mode == 'hang_first':
     time.sleep(600)
+  if mode == 'remove':
+    import shutil
+    ask([{'role': 'user', 'content': 'x'}])
+    shutil.rmtree(os.path.dirname(os.environ['SAO_TASK_FILE']) + ('/work' if TASK['folder'] == 'work' else ''), ignore_errors=True)
+    return
   if mode == 'outside':
     import socket
     reached = []

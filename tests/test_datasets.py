@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -80,6 +81,35 @@ def test_what_is_there_is_kept(built):
   assert before and before == {p: p.stat().st_mtime_ns for p in (built / 'gsm8k').rglob('*') if p.is_file()}
 
 
+def test_a_data_set_of_other_files_is_told_and_left_alone(tmp_path, capsys):
+  first, second = (tmp_path / name for name in ('a.csv', 'b.csv'))
+  first.write_text('question,answer\nq,1\n')
+  second.write_text('question,answer\nq,2\n')
+  path = datasets.build('prompts', {'train': first}, data_dir=tmp_path / 'tfds')
+  assert datasets.build('prompts', {'train': first}, data_dir=tmp_path / 'tfds') == path
+  for files in ({'train': second}, {'train': first, 'test': second}):
+    with pytest.raises(ValueError, match='was built from other files; delete that folder, or use another data_dir'):
+      datasets.build('prompts', files, data_dir=tmp_path / 'tfds')
+  source = data_sources.open({'path': 'tfds:prompts', 'split': 'train', 'data_dir': str(tmp_path / 'tfds')})
+  assert source[0]['answer'] == '1' and capsys.readouterr().out == ''
+
+
+@pytest.mark.parametrize('split', ['tr/ain', 'all', 'train[:5]', ''])
+def test_names_that_no_split_can_have(tmp_path, split):
+  (tmp_path / 'a.csv').write_text('question,answer\nq,1\n')
+  with pytest.raises(ValueError, match='The name of a split'):
+    datasets.build('prompts', {split: tmp_path / 'a.csv'}, data_dir=tmp_path / 'tfds')
+  assert not (tmp_path / 'tfds').exists()
+
+
+def test_an_empty_question_and_an_empty_folder_name(tmp_path):
+  (tmp_path / 'a.csv').write_text('question,answer\n ,1\n')
+  with pytest.raises(ValueError, match="a.csv, row 1 .line 2.: 'question' must be text"):
+    datasets.build('prompts', {'train': tmp_path / 'a.csv'}, data_dir=tmp_path / 'tfds')
+  with pytest.raises(ValueError, match='data_dir must name a folder'):
+    datasets.build('prompts', {'train': tmp_path / 'a.csv'}, data_dir='')
+
+
 @pytest.mark.parametrize('path, split, message', [
     ('tfds:gsm8k', 'train', 'is not prepared in .*build_dataset.py'), ('tfds:no_such_set', 'train', 'no data set that TFDS knows'),
     ('tfds:gsm8k', '', "needs a split, e.g. 'train'")])
@@ -87,6 +117,17 @@ def test_what_is_not_prepared_is_told(tmp_path, path, split, message):
   with pytest.raises(ValueError, match=message) as told:
     data_sources.open({'path': path, 'split': split, 'data_dir': str(tmp_path)})
   assert '\n' not in str(told.value)
+
+
+@pytest.mark.parametrize('name, content, message', [
+    ('gsm8k-test.array_record-00000-of-00001', None, 'is damaged'), ('gsm8k-test.array_record-00000-of-00001', b'', 'is damaged'),
+    ('dataset_info.json', b'{', 'no data set that TFDS knows'), ('dataset_info.json', b'\xff', 'no data set that TFDS knows')])
+def test_a_damaged_data_set_is_told(built, tmp_path, name, content, message):
+  shutil.copytree(built / 'gsm8k', tmp_path / 'gsm8k')
+  path = tmp_path / 'gsm8k' / '1.0.0' / name
+  path.unlink() if content is None else path.write_bytes(content)
+  with pytest.raises(ValueError, match=f'tfds:gsm8k.*{message}'):
+    data_sources.open({'path': 'tfds:gsm8k', 'split': 'test', 'data_dir': str(tmp_path)})
 
 
 def test_unknown_splits_are_told(built):

@@ -202,7 +202,9 @@ def test_a_source_of_rows_and_its_solutions(tmp_path):
 @pytest.mark.parametrize('settings, message', [
     ({'conversation': 'voice'}, 'conversation must be'), ({'markers': '<>'}, 'markers must be two'), ({'markers': ('a', '')},
         'markers must be two'),
-    ({'max_turns': 0}, 'max_turns must be'), ({'time_limit_s': -1}, 'time_s must be'), ({'traceback': 1}, 'traceback must be'),
+    ({'max_turns': 0}, 'max_turns must be'), ({'time_limit_s': -1}, 'time_limit_s must be'), ({'traceback': 1}, 'traceback must be'),
+    ({'time_limit_s': None}, 'time_limit_s must be'), ({'markers': 5}, 'markers must be two'), ({'answer_stop': 5}, 'answer_stop must be'),
+    ({'expressions': 5}, 'expressions must map'), ({'expressions': {'steps': 1}}, 'expressions must map min_steps'),
     ({'expressions': {'noise': 2}}, 'noise must be'), ({'expressions': {'noise_kinds': ['x']}}, 'noise_kinds must be'),
     ({'backend': 'cloud'}, 'backend must be'), ({'max_output': 1}, 'max_output must be')])
 def test_settings_are_checked(settings, message):

@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import struct
 import time
 
 import pytest
@@ -195,6 +196,20 @@ def test_slow_clients_are_ended(served):
       time.sleep(0.05)
     assert status_of(s.recv(65536)) == 408
   assert time.monotonic() - started < 5.0
+
+
+def test_connections_that_end_under_the_server_are_no_errors(caplog):
+  with serving() as (server, _):
+    for _ in range(20):  # Reset while they are refused.
+      with connect(server) as s:
+        s.sendall(b'GET /hea')
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))
+    idle, half = connect(server), connect(server)
+    half.sendall(b'GET /hea')
+    time.sleep(0.05)
+  for s in (idle, half):
+    s.close()
+  assert not caplog.records
 
 
 def test_rates_connections_and_keys_that_are_over():

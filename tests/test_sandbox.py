@@ -518,6 +518,16 @@ def test_a_box_that_is_late_is_no_proof_that_there_can_be_none():
     assert not isinstance(raised.value, sandbox.Unavailable)
 
 
+def test_a_container_daemon_that_hangs_is_the_infrastructures_failure(monkeypatch):
+  def hang(*_, **settings):
+    raise subprocess.TimeoutExpired('docker', settings['timeout'])
+
+  monkeypatch.setattr(backends.shutil, 'which', lambda name: '/usr/bin/' + name)
+  monkeypatch.setattr(backends.subprocess, 'run', hang)
+  with pytest.raises(sandbox.SandboxError, match='no answer within 60 s'):
+    sandbox.open('container', image='x')
+
+
 @needs_box
 def test_a_process_forked_from_the_host_does_not_hold_up_its_end():
   program = ('import os, time\nfrom sao_jax import sandbox\nsandbox.open("namespaces").close()\nchild = os.fork()\n'

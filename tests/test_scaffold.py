@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import socket
+import subprocess
 import sys
 import time
 
@@ -14,7 +15,7 @@ from sao_jax import environments, parts, tool_calls
 from sao_jax.config import Config, TaskConfig
 from sao_jax.environments import base, scaffold
 from sao_jax.environments.scaffold_grading import Outcome, as_grade
-from sao_jax.environments.scaffold_process import fill
+from sao_jax.environments.scaffold_process import Process, fill
 from sao_jax.rollout_check import check_rollout
 from tests import tokenizer_factory as factory
 from tests.scripted_sampler import ScriptedSampler, run_engine
@@ -299,6 +300,51 @@ def test_a_gateway_that_does_not_end_leaves_no_folder(make, monkeypatch):
   assert not root.exists()
 
 
+@pytest.mark.parametrize('removed', ['work', 'root'])
+def test_a_program_that_removes_its_folders_is_graded_as_it_stands(make, tmp_path, removed):
+  env = make(grade_command=['/bin/echo', '0.25'], keep_folders=str(tmp_path / 'kept'))
+  env.reset(task_of('remove', folder=removed))
+  env.sampled(base.SampledTurn((1,), (65,), (-0.5,), (0,), 'A', 'stop'))
+  result = env.step('A')
+  assert result.terminated and result.reward == 0.25
+  env.close()
+  assert len(list((tmp_path / 'kept').iterdir())) == 1
+
+
+def test_what_runs_when_its_trainer_is_killed_is_ended_and_removed(source, tmp_path):
+  script = (
+      'import sys, time\nfrom sao_jax import environments\n'
+      'env = environments.make("scaffold", command=sys.argv[2:], source=sys.argv[1], grade="json:dumps", idle_limit_s=100.0)\n'
+      'env.reset(env.sample_task(0, "train", 0))\n')
+  program = 'echo $$ > "$PIDS/one"; setsid sleep 99 & echo $! > "$PIDS/two"; pwd > "$PIDS/folder"; echo > "$PIDS/ready"; sleep 99'
+  trainer = subprocess.Popen(
+      [sys.executable, '-c', script, source, 'env', f'PIDS={tmp_path}', '/bin/sh', '-c', program],
+      cwd=pathlib.Path(__file__).parents[1], env={**os.environ, 'TMPDIR': str(tmp_path)})
+  try:
+    wait_until((tmp_path / 'ready').exists)
+    numbers = [int((tmp_path / name).read_text()) for name in ('one', 'two')]
+    folders = [path.name for path in tmp_path.iterdir() if path.is_dir()]
+    assert all(map(runs, numbers)) and sorted(name[:7] for name in folders) == ['sao_gat', 'sao_sca']
+  finally:
+    trainer.kill()
+    trainer.wait()
+  wait_until(lambda: not any(map(runs, numbers)) and not any((tmp_path / name).exists() for name in folders))
+
+
+def runs(number):
+  try:
+    return pathlib.Path(f'/proc/{number}/stat').read_text().rsplit(')', 1)[1].split()[0] != 'Z'
+  except OSError:
+    return False
+
+
+def wait_until(done):
+  deadline = time.monotonic() + 30.0
+  while not done():
+    assert time.monotonic() < deadline
+    time.sleep(0.02)
+
+
 def test_tasks_and_settings(make, source, tmp_path):
   environment = make()
   sets = {split: environment.task_sets(split)[0] for split in ('train', 'test')}
@@ -321,6 +367,24 @@ def test_tasks_and_settings(make, source, tmp_path):
       if wrong.keys() == {'result_file'}:
         del values['grade']
       environments.make('scaffold', **values)
+
+
+def test_a_process_is_ended_once(tmp_path, monkeypatch):
+  process = Process(['true'], folder=tmp_path, home=tmp_path, output=tmp_path / 'output', stdin=b'', variables={}, file_mb=1)
+  assert process.wait(20.0)
+  process.end()
+  monkeypatch.setattr(os, 'killpg', lambda *_: pytest.fail('the number may belong to another group by now'))
+  process.end()
+
+
+@pytest.mark.parametrize('name, value, message', [
+    ('hidden', 'answer', 'hidden must be a list'), ('hidden', [5], 'hidden must be a list'), ('hidden', None, 'hidden must be a list'),
+    ('workspace', 5, 'workspace must be a text'), ('stdin', None, 'stdin must be a text'), ('keep_folders', 5, 'keep_folders must be a text'),
+    ('grade', 5, 'grade must be a text'), ('variables', ['A'], 'variables must map'), ('variables', {'A=B': 'x'}, 'variables must map'),
+    ('variables', {'A': '\0'}, 'variables must map'), ('command', ['a\0b'], 'command must be'), ('command', 'a\0b', 'command must be')])
+def test_settings_of_wrong_types_are_told_at_once(source, name, value, message):
+  with pytest.raises(ValueError, match=message):
+    environments.make('scaffold', **{'command': ['x'], 'source': source, 'grade': 'json:dumps', name: value})
 
 
 def test_commands_are_filled_and_quoted():

@@ -17,6 +17,7 @@ from sao_jax import gateway
 from sao_jax.config import ModelConfig
 from sao_jax.gateway.switchboard import Switchboard
 from sao_jax.models import pretrained, transformer
+from sao_jax.serve_run import ServeFlow
 from tests import tokenizer_factory as factory
 from tests.gateway_client import Policy, ask, post, user
 
@@ -64,6 +65,15 @@ def test_conversations_of_one_key_are_told_apart():
     for _, policy in policies:
       policy.close()
     server.close()
+
+
+def test_half_a_line_of_a_server_that_was_killed_costs_no_conversation(tmp_path):
+  path = tmp_path / 'out.jsonl'
+  for before, after in ((None, ''), ('', ''), ('{"whole": 1}\n', '{"whole": 1}\n'), ('{"whole": 1}\n{"ha', '{"whole": 1}\n{"ha\n')):
+    if before is not None:
+      path.write_text(before)
+    ServeFlow(None, path, 1).close()
+    assert path.read_text() == after
 
 
 def serve(*arguments, **variables):

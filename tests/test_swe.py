@@ -1,5 +1,6 @@
 """Instances, patches, repositories, tools and episodes of the environment 'swe', and the grading of predictions."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -48,7 +49,10 @@ def test_rows_of_known_projects_get_their_runner(tmp_path):
     ({'files': {}, 'base_commit': '-x'}, 'name of a commit'), ({'files': {}, 'base_commit': 'abc'}, 'there is no repository'),
     ({'path': 'nowhere'}, 'there is no'), ({'env': {'A': 1}}, 'object of texts'), ({'repo_path': '../x'}, 'absolute path'),
     ({'python_path': ['/x']}, 'paths inside'), ({'packages': 'nowhere'}, 'packages: there is no folder'),
-    ({'packages': '.', 'image': 'x'}, 'without an image')])
+    ({'packages': '.', 'image': 'x'}, 'without an image'), ({'instance_id': 'a' * 250}, 'at most 200'),
+    ({'test_patch': '\ud800'}, 'halves of surrogate pairs'), ({'FAIL_TO_PASS': '[' * 100_000}, 'list of texts'),
+    ({'files': {'a': 'x', 'a/b': 'y'}}, 'below another file'), ({'files': {'\ud800': 'x'}}, 'paths inside'),
+    ({'env': {'A=B': 'x'}}, 'env must map'), ({'env': {'A': '\0'}}, 'env must map'), ({'env': {'': 'x'}}, 'env must map')])
 def test_what_is_wrong_with_a_row_is_told_with_its_line(tmp_path, change, message):
   row, _ = swe_fixtures.flat()
   path = swe_fixtures.write_rows(tmp_path / 'i.jsonl', [row, {**row, 'instance_id': 'b', **change}])
@@ -174,6 +178,15 @@ def test_hunks_may_stand_elsewhere_but_must_fit():
     patches.apply(patch.replace(b' x', b' w'), old.get)
 
 
+def test_a_hunk_may_name_any_line():
+  entry = patches.Entry(patches.FILE, b'a\nb\nc\nb\n')
+  for line, expected in ((10**30, b'a\nb\nc\nx\n'), (2, b'a\nx\nc\nb\n')):
+    patch = f'--- a/f\n+++ b/f\n@@ -{line} +1 @@\n-b\n+x\n'.encode()
+    assert patches.apply(patch, lambda _: entry)['f'].data == expected
+  with pytest.raises(patches.PatchError, match='does not fit'):
+    patches.apply(b'--- a/f\n+++ b/f\n@@ -' + b'9' * 30 + b' +1 @@\n-q\n+x\n', lambda _: entry)
+
+
 @pytest.mark.parametrize('path', ['../x', '/etc/x', 'a/../../x', '.git/config', 'a/.GIT/hooks/x', 'a//b', './a',
                                   'x' * 256, 'a/' + 'ü' * 128, 'd/' * 2000 + 'x'])
 def test_paths_that_lead_elsewhere_are_refused(path):
@@ -221,6 +234,15 @@ def test_links_and_shadows_are_left_out_and_trusted_files_come_whole():
   assert set(laid.dropped) == {
       'tests', 'out', 'away', 'src/random.py', 'src/pytest_mine.py', 'src/shop/cart.py/below', 'hooks', 'tests/new.py', 'src/shop',
       'tests/test_cart.py'}
+
+
+def test_the_python_that_runs_the_tests_is_trusted():
+  instance, _ = swe_fixtures.instance(swe_fixtures.flat)
+  instance = dataclasses.replace(instance, files={**instance.files, 'env/pyvenv.cfg': 'home = /usr/bin\n', 'env/bin/python': 'x'})
+  found = trusted.Trusted(instance, Judge().base(instance))
+  text = Entry(patches.EXECUTABLE, b'#!/bin/sh\n')
+  laid = found.lay({path: text for path in ('env/bin/python', 'env/new', '.venv/bin/python', 'lib/site-packages/a.py', 'environment.py')})
+  assert set(laid.dropped) == {'env/bin/python', 'env/new', '.venv/bin/python', 'lib/site-packages/a.py'}
 
 
 # --- Repositories ----------------------------------------------------------------------------------------------------------------
@@ -460,6 +482,14 @@ def test_a_long_episode_goes_on_with_a_summary(tmp_path):
   env.close()
 
 
+def test_the_shell_imports_what_the_tests_import(tmp_path):
+  env = made(tmp_path, swe_fixtures.src_layout()[0])
+  env.reset(env.sample_task(0, 'test', 0))
+  told = env.step_calls([call('shell', command='cd /tmp && python3 -c "import numpy, shop; print(shop.__file__)"')], '')
+  assert '/box/repo/src/shop/__init__.py' in told.observation.messages[0]['content']
+  env.close()
+
+
 def test_an_episode_that_is_cut_writes_what_is_there(tmp_path):
   env = made(tmp_path, swe_fixtures.flat()[0], judge=False, predictions=str(tmp_path / 'out'))
   env.reset(env.sample_task(0, 'test', 0))
@@ -514,6 +544,20 @@ def test_a_broken_sandbox_is_a_failure_of_the_environment(tmp_path, monkeypatch)
   with pytest.raises(environments.EnvironmentFailure) as caught:
     env.step_calls([call('shell', command='true')], '')
   assert caught.value.reason == 'environment_sandbox'
+  env.close()
+
+
+def test_a_repository_that_cannot_be_laid_out_loses_the_rollout_and_not_the_run(tmp_path, monkeypatch):
+  def refuse(*_, **__):
+    raise repository.RepositoryError('git is not installed')
+
+  env = made(tmp_path, swe_fixtures.flat()[0])
+  instance, _ = swe_fixtures.instance(swe_fixtures.flat)
+  monkeypatch.setattr(repository.FolderBase, 'populate', refuse)
+  for call_it in (lambda: env.reset(env.sample_task(0, 'test', 0)), lambda: Judge().judge_patch(instance, instance.patch)):
+    with pytest.raises(environments.EnvironmentFailure, match='git is not installed') as caught:
+      call_it()
+    assert caught.value.reason == 'environment_repository'
   env.close()
 
 
@@ -613,6 +657,7 @@ def test_predictions_go_in_and_out_and_grading_resumes(tmp_path):
 
 @pytest.mark.parametrize('text, message', [
     ('{"instance_id": "fixture__flat-1"}\nx', 'line 2'), ('[1]', 'must be an object'), ('{"instance_id": "b", "model_patch": 3}', 'model_patch must be'),
+    ('{"instance_id": "b", "model_patch": "\\ud800"}', 'half of a surrogate pair'), ('[' * 100_000, 'line 1: not valid JSON'),
     ('{"instance_id": "b", "model_patch": ""}', 'holds no prediction for any'),
     ('[{"instance_id": "fixture__flat-1"}, {"instance_id": "fixture__flat-1"}]', 'two predictions')])
 def test_predictions_that_are_none(tmp_path, text, message):

@@ -25,7 +25,10 @@ class _DataSource:
 
   def read(self, index: int) -> dict[str, Any]:
     with self._lock:  # Readers share their file position.
-      row = self._data[index]
+      try:
+        row = self._data[index]
+      except RuntimeError as error:  # What the reader of ArrayRecord raises.
+        raise ValueError(f'the file of the data set is damaged ({error}); build it again.') from error
     return files.plain_row(row, row.__getitem__)
 
 

@@ -12,15 +12,19 @@ text, and in 'extra' the other fields as JSON.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import json
 import os
 import pathlib
+import re
+import sys
 from typing import Any, Mapping
 
 VERSION = '1.0.0'
+SOURCES = 'sources.json'  # In the folder of a data set: what it was built from.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +99,7 @@ def example(row: Mapping[str, Any], index: int, where: str) -> dict[str, str]:
   if isinstance(row.get('answer'), int) and not isinstance(row['answer'], bool):
     row = {**row, 'answer': str(row['answer'])}
   for field in ('question', 'answer'):
-    if not isinstance(row.get(field), str):
+    if not isinstance(row.get(field), str) or field == 'question' and not row[field].strip():
       raise ValueError(f'{where}: {field!r} must be text, got {row.get(field)!r:.80}; map a column to it with fields.')
   extra = {name: value for name, value in row.items() if name not in ('id', 'question', 'answer')}
   return {
@@ -104,7 +108,7 @@ def example(row: Mapping[str, Any], index: int, where: str) -> dict[str, str]:
 
 
 def build(name: str, files: Mapping[str, Any], *, data_dir: str | os.PathLike[str]) -> pathlib.Path:
-  """Prepares a data set from files, as ArrayRecord; one that is there already is kept as it is.
+  """Prepares a data set from files, as ArrayRecord; one that is there already of the same files is kept as it is.
 
   Args:
     name: one of `FORMS`.
@@ -115,26 +119,38 @@ def build(name: str, files: Mapping[str, Any], *, data_dir: str | os.PathLike[st
     The folder of the data set.
 
   Raises:
-    ValueError: an unknown name, no files, or a bad row (with file and number).
+    ValueError: an unknown name, no files, a bad row (with file and number), or a folder that holds the data set of other files.
     ImportError: tensorflow-datasets is not installed.
   """
   if name not in FORMS:
     raise ValueError(f'Unknown data set {name!r}; known: {", ".join(FORMS)}.')
+  if not os.fspath(data_dir):
+    raise ValueError('data_dir must name a folder, got an empty name.')
+  wrong = [split for split in files if not re.fullmatch(r'\w+', split) or split == 'all']
+  if wrong:
+    raise ValueError(f"The name of a split is of letters, digits and _, and not 'all': got {wrong[0]!r}.")
   if not files:
     raise ValueError(f"files must name at least one split, like {{'train': 'train.jsonl'}}; got {files!r}.")
   from sao_jax import data_sources
 
-  settings = {}
+  settings, sources = {}, {}
   for split, given in files.items():
     given = dict(given) if isinstance(given, Mapping) else {'path': os.fspath(given)}
     settings[split] = {'parse': FORMS[name].parse, **given}
     source = data_sources.open(settings[split])
+    sources[split] = source.fingerprint
     for index in range(len(source)):
       example(source[index], index, source.where(index))  # Bad rows are told before anything is written.
   builder = register()[name](data_dir=os.fspath(data_dir), file_format='array_record')
   builder.source_files = settings
-  builder.download_and_prepare()
-  return pathlib.Path(builder.data_path)
+  path, made = pathlib.Path(builder.data_path), json.dumps(sources, indent=2)
+  if not path.exists():
+    with contextlib.redirect_stdout(sys.stderr):  # What TFDS says is for people.
+      builder.download_and_prepare()
+    (path / SOURCES).write_text(made, encoding='utf-8')
+  elif not (path / SOURCES).is_file() or (path / SOURCES).read_bytes() != made.encode():
+    raise ValueError(f'{path} holds a data set that was built from other files; delete that folder, or use another data_dir.')
+  return path
 
 
 def prepared(name: str, data_dir: str) -> Any:
@@ -144,7 +160,7 @@ def prepared(name: str, data_dir: str) -> Any:
   try:
     builder = tfds.builder(name, **({'data_dir': data_dir} if data_dir else {}))
     ready = pathlib.Path(builder.data_path).joinpath('dataset_info.json').is_file()
-  except (tfds.core.registered.DatasetNotFoundError, ValueError, AssertionError) as error:
+  except Exception as error:  # Of several libraries, for what is not there and what is damaged.
     told = str(error).split('\n')[0]  # The rest lists hundreds of data sets.
     raise ValueError(f'tfds:{name} is no data set that TFDS knows in {data_dir or "its own folder"}: {told}') from error
   if not ready:

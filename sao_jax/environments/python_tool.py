@@ -22,6 +22,7 @@ fails is a failure of the environment, 'environment_sandbox'.
 from __future__ import annotations
 
 import atexit
+import inspect
 import threading
 from typing import Any, Mapping, Sequence
 
@@ -91,14 +92,20 @@ class PythonTool(compaction_lib.Compaction, question_answer.QuestionAnswer):
         template=template, test_share=test_share)
     if conversation not in base.CONVERSATIONS:
       raise ValueError(f'conversation must be one of {", ".join(base.CONVERSATIONS)}, got {conversation!r}.')
-    if isinstance(markers, str) or len(markers) != 2 or not all(isinstance(m, str) and m for m in markers):
+    if not isinstance(markers, (list, tuple)) or len(markers) != 2 or not all(isinstance(m, str) and m for m in markers):
       raise ValueError(f'markers must be two texts, what stands before and after code, got {markers!r}.')
     for name, value in (('traceback', traceback), ('packages', packages), ('replayable', replayable)):
       if not isinstance(value, bool):
         raise ValueError(f'{name} must be True or False, got {value!r}.')
+    if not isinstance(answer_stop, str):
+      raise ValueError(f'answer_stop must be a text, got {answer_stop!r}.')
+    known = inspect.signature(Expressions).parameters
+    if expressions is not None and not (isinstance(expressions, Mapping) and set(expressions) <= set(known)):
+      raise ValueError(f'expressions must map {", ".join(known)} to values, got {expressions!r}.')
     if source is not None and expressions is not None:
       raise ValueError('expressions make questions where there is no source; give one of the two.')
     compaction_lib.check_way('compaction', compaction)
+    base.check_range('time_limit_s', time_limit_s, 0.01, 86_400.0)
     base.check_range('max_turns', max_turns, 1, 10_000)
     base.check_range('max_malformed', max_malformed, 1, 10_000)
     base.check_range('max_output', max_output, 16, 1 << 20)

@@ -20,6 +20,7 @@ has started is ended with it. With network='gateway' it runs in a network namesp
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -34,7 +35,7 @@ from typing import Any, Mapping, Sequence
 from sao_jax import data_sources, gateway
 from sao_jax.environments import base, scaffold_grading
 from sao_jax.environments.scaffold_grading import Grade, Outcome
-from sao_jax.environments.scaffold_process import Command, Process, ScaffoldFailure, check_command, fill
+from sao_jax.environments.scaffold_process import Command, Process, ScaffoldFailure, check_command, fill, watch
 from sao_jax.tool_calls import FORMATS, ToolCall, ToolCallError
 
 
@@ -67,10 +68,12 @@ class SharedGateway:
       server, users = self._gateways.get(settings, (None, 0))
       if server is None:
         folder = tempfile.mkdtemp(prefix='sao_gateway_')
+        watch.tell(folder, folder)
         try:
           server = gateway.Gateway(settings, unix_socket=pathlib.Path(folder) / 'socket').start()
         except BaseException:
           shutil.rmtree(folder, ignore_errors=True)
+          watch.tell(folder)
           raise
         self._folders[settings] = folder
       self._gateways[settings] = (server, users + 1)
@@ -87,6 +90,7 @@ class SharedGateway:
       server.close()
     finally:
       shutil.rmtree(folder, ignore_errors=True)
+      watch.tell(folder)
 
 
 _shared = SharedGateway()
@@ -129,6 +133,12 @@ class Scaffold(base.Environment):
       requests_per_s: float = 50.0, max_request_mb: int = 16, test_share: float = 0.1, keep_folders: str = '',
   ):
     self._command = check_command('command', command)
+    for name, text in (
+        ('grade', grade), ('result_file', result_file), ('stdin', stdin), ('workspace', workspace), ('keep_folders', keep_folders)):
+      if not isinstance(text, str) or '\0' in text:
+        raise ValueError(f'{name} must be a text without zero bytes, got {text!r}.')
+    if not isinstance(hidden, (list, tuple, set, frozenset)) or not all(isinstance(field, str) for field in hidden):
+      raise ValueError(f'hidden must be a list of names of fields, got {hidden!r}.')  # The letters of a text would hide nothing.
     if sum(map(bool, (grade, grade_command, result_file))) != 1:
       raise ValueError('Give exactly one of grade, grade_command and result_file: what is the work worth?')
     self._function = scaffold_grading.function_of(grade) if grade else None
@@ -146,9 +156,11 @@ class Scaffold(base.Environment):
         ('requests_per_s', requests_per_s, 0.01, 1e6), ('max_request_mb', max_request_mb, 1, 1024),
         ('test_share', test_share, 0.001, 0.999)):
       base.check_range(name, value, low, high)
+    if not isinstance(variables or {}, Mapping):
+      raise ValueError(f'variables must map names to texts, got {variables!r}.')
     self._variables = dict(variables or {})
-    if not all(isinstance(x, str) for item in self._variables.items() for x in item):
-      raise ValueError('variables must map names to texts.')
+    if not all(isinstance(k, str) and isinstance(v, str) and k and '=' not in k and '\0' not in k + v for k, v in self._variables.items()):
+      raise ValueError('variables must map names without "=" to texts without zero bytes.')
     self._result_file, self._hidden, self._stdin, self._workspace = result_file, frozenset(hidden), stdin, workspace
     self._network, self._tool_format = network, tool_format
     self._idle_s, self._grade_s, self._file_mb = idle_limit_s, grade_timeout_s, file_mb
@@ -360,6 +372,8 @@ class Episode:
     """Ends the process and the session; what there is to grade."""
     self.process.end()
     self.session.end()
+    with contextlib.suppress(FileExistsError):
+      (self.root / 'work').mkdir(parents=True, exist_ok=True)  # A program that removed it is graded like any other.
     return Outcome(dict(self._task.data), self.session.transcript(), self.root / 'work', exit_code, self.process.tail())
 
   def close(self, keep: str) -> None:
@@ -377,12 +391,15 @@ class Episode:
         if keep:
           self._keep(pathlib.Path(keep))
       shutil.rmtree(self.root, ignore_errors=True)
+      if self.process is not None:
+        self.process.forget()
     finally:
       if self.session is not None:
         _shared.give_back(self._environment._settings)
 
   def _keep(self, target: pathlib.Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
+    self.root.mkdir(exist_ok=True)  # Its program may have removed it.
     (self.root / 'transcript.json').write_text(json.dumps(self.session.transcript()))
     shutil.move(self.root, target / f'{self._task.split}-{self._task.index}-{self._task.attempt}-{self.root.name}')
 

@@ -102,6 +102,7 @@ def by_command(command: Command, outcome: Outcome, *, private: pathlib.Path, tim
       raise base.GraderTimeout(f'The grading command took more than grade_timeout_s={timeout_s:g}.')
   finally:
     process.end()
+    process.forget()
   if process.exit_code:
     raise base.GraderError(f'The grading command ended with status {process.exit_code}: {process.tail()}')
   lines = process.tail().split('\n')

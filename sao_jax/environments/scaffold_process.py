@@ -1,7 +1,8 @@
-"""A scaffold's process: started with little of the host's environment, and ended with all that it has started."""
+"""A scaffold's process: started with little of the host's environment, and ended with all that it has started, unless that hides."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
@@ -9,10 +10,11 @@ import secrets
 import shlex
 import signal
 import subprocess
-import time
+import sys
+import threading
 from typing import Any, Mapping, Sequence
 
-from sao_jax.environments import base
+from sao_jax.environments import base, scaffold_watch
 
 Command = str | Sequence[str]
 KEPT = ('PATH', 'LANG', 'LC_ALL', 'LC_CTYPE', 'TZ', 'VIRTUAL_ENV')  # Of the host's environment; nothing else is passed on.
@@ -30,11 +32,12 @@ class ScaffoldFailure(base.EnvironmentFailure):
 
 def check_command(name: str, command: Any) -> Command:
   """The command. Raises ValueError unless it is a text for the shell or a list of arguments."""
-  if isinstance(command, str) and command.strip():
+  if isinstance(command, str) and command.strip() and '\0' not in command:
     return command
-  if isinstance(command, (list, tuple)) and command and all(isinstance(a, str) for a in command) and command[0]:
+  if isinstance(command, (list, tuple)) and command and all(isinstance(a, str) and '\0' not in a for a in command) and command[0]:
     return tuple(command)
-  raise ValueError(f'{name} must be a text for the shell or a list of arguments, not empty: got {command!r}.')
+  raise ValueError(
+      f'{name} must be a text for the shell or a list of arguments, not empty and without zero bytes: got {command!r}.')
 
 
 def fill(command: Command, fields: Mapping[str, Any]) -> list[str]:
@@ -43,6 +46,27 @@ def fill(command: Command, fields: Mapping[str, Any]) -> list[str]:
   if isinstance(command, str):
     return ['/bin/sh', '-c', _FIELD.sub(lambda m: shlex.quote(values[m[1]]) if m[1] in values else m[0], command)]
   return [_FIELD.sub(lambda m: values.get(m[1], m[0]), argument) for argument in command]
+
+
+class Watch:
+  """The process that ends scaffolds when this one is killed: one for all, started with the first of them."""
+
+  def __init__(self):
+    self._lock = threading.Lock()
+    self._process: subprocess.Popen[bytes] | None = None
+
+  def tell(self, name: str, folder: str | os.PathLike[str] = '') -> None:
+    """The scaffold with this mark has started, with a folder of its own; without a folder: it has ended."""
+    with self._lock:
+      if self._process is None or self._process.poll() is not None:
+        self._process = subprocess.Popen(
+            [sys.executable, '-I', '-S', scaffold_watch.__file__, MARK], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, bufsize=0, cwd='/', start_new_session=True)
+      with contextlib.suppress(BrokenPipeError):  # It was killed just now; the next line starts another.
+        self._process.stdin.write(os.fsencode(f'{name}\t{os.fspath(folder)}\n'))
+
+
+watch = Watch()
 
 
 class Process:
@@ -54,6 +78,7 @@ class Process:
   ):
     """Raises ScaffoldFailure where it cannot be started."""
     self._mark = secrets.token_hex(16)
+    self._ending, self._ended = threading.Lock(), False
     self._output = output
     environment = {name: value for name in KEPT if (value := os.environ.get(name)) is not None}
     environment |= {'HOME': str(home), 'TMPDIR': str(home), MARK: self._mark, **variables}
@@ -62,10 +87,12 @@ class Process:
     (home / 'stdin').write_bytes(stdin)
     limited = ['/bin/sh', '-c', f'ulimit -f {file_mb * 2048}; ulimit -c 0; exec "$@"', 'sh', *arguments]  # In blocks of 512 bytes.
     try:
+      watch.tell(self._mark, folder.parent)
       with open(output, 'ab') as stream, open(home / 'stdin', 'rb') as given:
         self._process = subprocess.Popen(
             limited, cwd=folder, env=environment, stdin=given, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)
     except OSError as error:
+      self.forget()
       raise ScaffoldFailure(f'The scaffold could not be started: {error}') from error
 
   def alive(self) -> bool:
@@ -77,10 +104,13 @@ class Process:
     return self._process.poll()
 
   def tail(self) -> str:
-    """The end of what it has written."""
-    with open(self._output, 'rb') as stream:
-      stream.seek(max(0, os.fstat(stream.fileno()).st_size - 4 * TAIL))
-      return stream.read().decode('utf-8', 'replace')[-TAIL:]
+    """The end of what it has written; '' where it has removed that."""
+    try:
+      with open(self._output, 'rb') as stream:
+        stream.seek(max(0, os.fstat(stream.fileno()).st_size - 4 * TAIL))
+        return stream.read().decode('utf-8', 'replace')[-TAIL:]
+    except OSError:
+      return ''
 
   def wait(self, timeout_s: float) -> bool:
     """Whether it has ended in time."""
@@ -91,16 +121,18 @@ class Process:
     return True
 
   def end(self) -> None:
-    """Ends the process and all that it has started, whatever group they are in."""
+    """Ends the process and all that it has started: its group, and whatever carries the mark. Once: later its number may be another's."""
+    with self._ending:
+      if not self._ended:
+        self._end()
+      self._ended = True
+
+  def _end(self) -> None:
     if self.alive():
       self._signal(signal.SIGTERM)
       self.wait(TERM_S)
-    deadline = time.monotonic() + TERM_S
     self._signal(signal.SIGKILL)
-    while (left := self._marked()) and time.monotonic() < deadline:
-      for number in left:
-        _kill(number)
-      time.sleep(0.005)
+    scaffold_watch.kill_carriers(MARK, self._mark, TERM_S)
     self.wait(TERM_S)
 
   def _signal(self, number: int) -> None:
@@ -109,20 +141,6 @@ class Process:
     except (ProcessLookupError, PermissionError):
       pass
 
-  def _marked(self) -> list[int]:
-    """Processes that carry the mark in their environment and are not dead yet."""
-    mark, found = f'{MARK}={self._mark}'.encode(), []
-    for folder in pathlib.Path('/proc').glob('[0-9]*'):
-      try:
-        if mark in (folder / 'environ').read_bytes():  # Empty for the dead.
-          found.append(int(folder.name))
-      except OSError:
-        continue
-    return found
-
-
-def _kill(process: int) -> None:
-  try:
-    os.kill(process, signal.SIGKILL)
-  except (ProcessLookupError, PermissionError):
-    pass
+  def forget(self) -> None:
+    """Nothing of it is left."""
+    watch.tell(self._mark)

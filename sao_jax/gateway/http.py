@@ -160,8 +160,8 @@ class HttpServer:
       else:
         while await self._one(link, reader, writer):
           pass
-    except (ConnectionError, TimeoutError, Gone):
-      pass  # The client's own doing.
+    except (OSError, Gone, asyncio.CancelledError):
+      pass  # The client's own doing, or the end of the server, which asyncio would tell as an error of the connection.
     finally:
       self.open_connections -= 1
       self._tasks.discard(asyncio.current_task())

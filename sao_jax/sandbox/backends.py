@@ -378,8 +378,11 @@ def _container(plan: Plan) -> Connection:
     raise base.Unavailable('Neither docker nor podman is installed.')
   if not plan.image:
     raise ValueError("The container backend needs image='NAME'; any image with Python 3.9 or later will do.")
-  found = subprocess.run([program, 'info', '--format', '{{json .ID}}'] if 'docker' in program else [program, 'info', '--format', 'json'],
-                         capture_output=True, timeout=60, check=False)
+  try:
+    found = subprocess.run([program, 'info', '--format', '{{json .ID}}'] if 'docker' in program else [program, 'info', '--format', 'json'],
+                           capture_output=True, timeout=60, check=False)
+  except subprocess.TimeoutExpired:
+    raise base.SandboxError(f'{program} gave no answer within 60 s.') from None
   if found.returncode:
     raise base.Unavailable(f'{program} answers no: {(found.stderr or found.stdout).decode(errors="replace").strip()[:500]}')
   name, limits = f'sao-box-{os.getpid()}-{os.urandom(6).hex()}', plan.limits

@@ -152,14 +152,14 @@ class SWE(compaction_lib.Compaction, base.Environment):
     if self._interface == 'reply':
       return self._ask()
     instance = self._instance
-    try:
-      self._take_box(instance)
-      self._judge.base(instance).populate(self._box, self._judge.python(instance))
-    except (sandbox.SandboxError, sandbox.PathError) as error:
-      raise SandboxFailure(f'{instance.instance_id}: {error}') from error
+    self._judge.populate(self._take_box(instance), instance)
     where = instance.repo_path if instance.image else repository.ROOT
+    env = dict(instance.env)
+    if not instance.image:  # What the tests can import; in an image the project is installed.
+      roots = [posixpath.normpath(posixpath.join(where, root)) for root in self._judge.trusted(instance).roots]
+      env.setdefault('PYTHONPATH', ':'.join([*roots, sandbox.PACKAGES]))
     self._toolbox = tools.Toolbox(
-        self._box, shell_time_s=self._shell_time_s, max_output=self._max_output, repo_path=where, env=instance.env)
+        self._box, shell_time_s=self._shell_time_s, max_output=self._max_output, repo_path=where, env=env)
     system = SYSTEM.format(root=where) if self._system is None else self._system
     return base.Observation(messages=(
         *(({'role': 'system', 'content': system},) if system else ()), {'role': 'user', 'content': instance.problem_statement}))
@@ -257,7 +257,8 @@ class SWE(compaction_lib.Compaction, base.Environment):
 
   # --- Boxes -------------------------------------------------------------------------------------------------------------------
 
-  def _take_box(self, instance: Instance) -> None:
+  def _take_box(self, instance: Instance) -> sandbox.Box:
+    """A new box, which is the episode's. Raises SandboxFailure."""
     try:
       pooled = self._pool is not None and not instance.image and not instance.packages
       box = self._pool.take() if pooled else self._judge.open_box(instance)
@@ -268,6 +269,7 @@ class SWE(compaction_lib.Compaction, base.Environment):
     if closed:
       self._give_up_box()
       raise SandboxFailure(f'{instance.instance_id}: closed while its box was made')
+    return box
 
   def _give_up_box(self) -> None:
     with self._lock:

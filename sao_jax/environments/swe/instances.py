@@ -42,6 +42,7 @@ KNOWN = {  # What the published form leaves to its harness, for repositories wit
 }
 PUBLISHED_IMAGES = re.compile(r'(?:^|/)(?:sweb\.eval|swebench)\b')  # Their Python lies in an environment of conda.
 CONDA = '/opt/miniconda3/envs/testbed/bin'
+MAX_ID = 200  # An instance's files are named after it.
 _ID = re.compile(r'[A-Za-z0-9][A-Za-z0-9_.+-]*')
 _COMMIT = re.compile(r'[0-9A-Za-z][0-9A-Za-z._/~^-]*')
 
@@ -142,11 +143,13 @@ def _parsed(row: Mapping[str, Any], folder: pathlib.Path, repositories: str) -> 
       'repo', 'base_commit', 'patch', 'image', 'path', 'test_command', 'log_format', 'setup', 'python', 'packages')}
   runner, repo_path = _text(row, 'runner', needed=False) or 'pytest', _text(row, 'repo_path', needed=False) or '/testbed'
   version = row.get('version', '')
-  if not _ID.fullmatch(texts['instance_id']):
-    raise ValueError(f'instance_id must be letters, digits and _ . + -, got {texts["instance_id"]!r}')
+  if not _ID.fullmatch(texts['instance_id']) or len(texts['instance_id']) > MAX_ID:
+    raise ValueError(f'instance_id must be at most {MAX_ID} letters, digits and _ . + -, got {texts["instance_id"]!r:.80}')
   files = _strings(row, 'files')
   for name in files:
     _check_path('files', name)
+    if not files.keys().isdisjoint(map(str, pathlib.PurePosixPath(name).parents)):
+      raise ValueError(f'files: {name!r:.80} lies below another file')
   if runner not in RUNNERS:
     raise ValueError(f'runner must be one of {", ".join(RUNNERS)}, got {runner!r}')
   if (runner == 'command') != bool(optional['test_command']):
@@ -168,6 +171,8 @@ def _parsed(row: Mapping[str, Any], folder: pathlib.Path, repositories: str) -> 
   if not repo_path.startswith('/') or '..' in repo_path.split('/'):
     raise ValueError(f'repo_path must be an absolute path, got {repo_path!r}')
   env = _strings(row, 'env')
+  if any(not name or '=' in name or '\0' in name + value or not is_writable(name + value) for name, value in env.items()):
+    raise ValueError(f'env must map names without "=" to texts without zero bytes, got {env!r:.80}')
   if PUBLISHED_IMAGES.search(optional['image']):
     optional['python'] = optional['python'] or f'{CONDA}/python'
     env = {'PATH': f'{CONDA}:/opt/miniconda3/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin', **env}
@@ -183,12 +188,21 @@ def _parsed(row: Mapping[str, Any], folder: pathlib.Path, repositories: str) -> 
       python_path=python_path, env=env, trusted=_list(row, 'trusted') if 'trusted' in row else (), repo_path=repo_path)
 
 
+def is_writable(text: str) -> bool:
+  """Whether a text can be written as bytes, one of which a surrogate from U+DC80 to U+DCFF may stand for."""
+  try:
+    text.encode('utf-8', 'surrogateescape')
+  except UnicodeEncodeError:
+    return False
+  return True
+
+
 def _text(row: Mapping[str, Any], name: str, *, needed: bool = True) -> str:
   value = row.get(name, '')
   if needed and name not in row:
     raise ValueError(f'{name} is missing; the row has {", ".join(map(str, row)) or "nothing"}')
-  if not isinstance(value, str) or '\0' in value:
-    raise ValueError(f'{name} must be a text, got {value!r:.80}')
+  if not isinstance(value, str) or '\0' in value or not is_writable(value):
+    raise ValueError(f'{name} must be a text without zero bytes and halves of surrogate pairs, got {value!r:.80}')
   if needed and name != 'test_patch' and not value.strip():
     raise ValueError(f'{name} is empty')
   return value
@@ -200,9 +214,10 @@ def _list(row: Mapping[str, Any], name: str) -> tuple[str, ...]:
   if isinstance(value, str):
     try:
       value = json.loads(value) if value.strip() else []
-    except ValueError:
+    except (ValueError, RecursionError):
       raise ValueError(f'{name} must be a list of texts, or one written as JSON, got {value!r:.80}') from None
-  if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) and item.strip() and '\0' not in item for item in value):
+  if not isinstance(value, (list, tuple)) or not all(
+      isinstance(item, str) and item.strip() and '\0' not in item and is_writable(item) for item in value):
     raise ValueError(f'{name} must be a list of texts with something in them, got {value!r:.80}')
   return tuple(value)
 
@@ -215,7 +230,8 @@ def _strings(row: Mapping[str, Any], name: str) -> dict[str, str]:
 
 
 def _check_path(field: str, name: str) -> None:
-  if not name or name.startswith('/') or '\0' in name or any(part in ('', '.', '..', '.git') for part in name.split('/')):
+  parts = name.split('/')
+  if '\0' in name or not is_writable(name) or any(part in ('', '.', '..', '.git') for part in parts):
     raise ValueError(f'{field} must hold paths inside of the repository, got {name!r:.80}')
 
 

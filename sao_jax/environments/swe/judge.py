@@ -149,6 +149,16 @@ class Judge:
     except (sandbox.SandboxError, sandbox.PathError) as error:
       raise SandboxFailure(f'{instance.instance_id}: {error}') from error
 
+  def populate(self, box: sandbox.Box, instance: Instance, *, git: bool = True) -> None:
+    """Puts the repository into a new box. Raises RepositoryFailure, SandboxFailure."""
+    base = self.base(instance)
+    try:
+      base.populate(box, self.python(instance), git=git)
+    except repository.RepositoryError as error:
+      raise RepositoryFailure(f'{instance.instance_id}: {error}') from error
+    except (sandbox.SandboxError, sandbox.PathError) as error:
+      raise SandboxFailure(f'{instance.instance_id}: {error}') from error
+
   def trusted(self, instance: Instance) -> Trusted:
     """Raises RepositoryFailure where the instance's own patches do not fit."""
     base = self.base(instance)
@@ -228,8 +238,8 @@ class Judge:
       raise SandboxFailure(f'{instance.instance_id}: {error}') from error
 
   def _run(self, box: sandbox.Box, instance: Instance, change: Mapping[str, Entry | None], ids: Sequence[str]) -> Run:
-    base, trusted, python = self.base(instance), self.trusted(instance), self.python(instance)
-    base.populate(box, python, git=not instance.files)
+    trusted, python = self.trusted(instance), self.python(instance)
+    self.populate(box, instance, git=not instance.files)
     if not repository.place(box, python, change):
       raise SandboxFailure(f'{instance.instance_id}: the files of the prediction could not be written to the sandbox')
     if instance.setup:

@@ -361,6 +361,7 @@ def _find(lines: list[bytes], want: list[bytes], guess: int, least: int) -> int 
   if not want:
     return min(guess, len(lines)) if guess >= least else None
   last = len(lines) - len(want)
+  guess = max(least, min(guess, last))  # A patch may name any line.
   for distance in range(max(last - guess, guess - least, 0) + 1):
     for place in (guess - distance, guess + distance):
       if least <= place <= last and lines[place] == want[0] and lines[place:place + len(want)] == want:

@@ -32,6 +32,7 @@ OUT = sandbox.FOLDER + '/.swe_out'  # '../.swe_out' from there.
 SCRIPT = pathlib.Path(tree_script.__file__).read_text(encoding='utf-8')
 MAX_LISTING = 128 << 20  # Bytes.
 MAX_FILE, MAX_TOTAL, MAX_CHANGED = 4 << 20, 24 << 20, 4000  # Of a policy's change: bytes of a file, of all, and number of files.
+GIT_S = 1800.0  # Of one command of git.
 IGNORED = (  # New files of these names are no part of a solution.
     '__pycache__', '*.pyc', '*.pyo', '.pytest_cache', '.hypothesis', '.mypy_cache', '.ruff_cache', '.tox', '.nox', '.eggs', '*.egg-info',
     '.coverage', 'node_modules', '.cache', '.ipynb_checkpoints', '*.swp', '.DS_Store')
@@ -161,9 +162,11 @@ def _git(words: Sequence[str], folder: str, *, data: bytes = b'', what: str = ''
   env = {'PATH': os.environ.get('PATH', os.defpath), 'HOME': '/nonexistent', 'GIT_CONFIG_NOSYSTEM': '1', 'GIT_CONFIG_GLOBAL': os.devnull,
          'GIT_TERMINAL_PROMPT': '0', 'GIT_NO_LAZY_FETCH': '1', 'GIT_OPTIONAL_LOCKS': '0', 'LC_ALL': 'C'}
   try:
-    done = subprocess.run([*GIT, *words], cwd=folder, env=env, input=data, capture_output=True, timeout=1800)
+    done = subprocess.run([*GIT, *words], cwd=folder, env=env, input=data, capture_output=True, timeout=GIT_S)
   except FileNotFoundError:
     raise RepositoryError('git is not installed; it is needed to read repositories.') from None
+  except subprocess.TimeoutExpired:
+    raise RepositoryError(f'git {words[0]} in {folder} took more than {GIT_S:g} s.') from None
   if done.returncode:
     told = done.stderr.decode(errors='replace').strip()[-400:]
     raise RepositoryError(f'{what or f"git {words[0]} failed in {folder}"}{f": {told}" if told else ""}.')

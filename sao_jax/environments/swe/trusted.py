@@ -4,7 +4,7 @@ A prediction's changes to these are taken back, whatever they are:
   - files that the test patch touches, and files that hold listed tests: they are as the test patch leaves them;
   - other tests: `test_*.py`, `*_test.py`, everything in folders `tests`, and in `test` and `testing` at the top;
   - what steers the runner or Python itself: conftest.py, pytest.ini, tox.ini, setup.cfg, pyproject.toml, sitecustomize.py, *.pth, package
-    metadata with entry points, compiled files;
+    metadata with entry points, compiled files, virtual environments;
   - what the instance names in `trusted`.
 What the gold patch changes among them is as the gold patch leaves it. New modules at the top of the import path with the name of a module
 of the standard library or of the runner would be imported in its place; they are left out.
@@ -28,7 +28,7 @@ from sao_jax.environments.swe.repository import Base
 STEERING = (
     'conftest.py', 'pytest.ini', '.pytest.ini', 'pytest.toml', '.pytest.toml', 'tox.ini', 'tox.toml', 'setup.cfg', 'pyproject.toml',
     'sitecustomize.py', 'usercustomize.py', 'noxfile.py', '.coveragerc', '*.pth', '*.egg-link', '*.pyc', '*.pyo', 'pyvenv.cfg')
-FOLDERS = ('__pycache__', '.pytest_cache', '.hypothesis', '.tox', '.nox', '.git')
+FOLDERS = ('__pycache__', '.pytest_cache', '.hypothesis', '.tox', '.nox', '.venv', 'site-packages', '.git')
 METADATA = ('*.egg-info', '*.dist-info')
 TESTS = ('test_*.py', '*_test.py', 'tests.py')
 RUNNER_MODULES = frozenset((
@@ -57,6 +57,7 @@ class Trusted:
   def __init__(self, instance: Instance, base: Base):
     """Raises patches.PatchError where the instance's own patches do not fit its base."""
     self._instance, self._base = instance, base
+    self._environments = {path.rpartition('/')[0] for path in base.manifest if path.endswith('/pyvenv.cfg')}
     gold = patches.apply(instance.patch.encode('utf-8', 'surrogateescape'), base.entry) if instance.patch.strip() else {}
     under = lambda path: gold[path] if path in gold else base.entry(path)
     after = patches.apply(instance.test_patch.encode('utf-8', 'surrogateescape'), under) if instance.test_patch.strip() else {}
@@ -103,6 +104,8 @@ class Trusted:
     if any(fnmatch.fnmatchcase(name, pattern) for pattern in STEERING) or any(part in FOLDERS for part in (*folders, name)):
       return True
     if any(fnmatch.fnmatchcase(part, pattern) for part in (*folders, name) for pattern in METADATA):
+      return True
+    if not self._environments.isdisjoint(_above(path)):
       return True
     return self._is_test_name(path) or self._in_tests(folders)
 
