@@ -131,7 +131,7 @@ class ReinforcementLearning:
     try:
       if self.run_state.progress.stage_step < self.total:
         self.parts.progress_bar.update('rl', self.run_state.progress.stage_step, self.total)
-        self.parts.progress_bar.note('rl: compiling sampler and learner')
+        self.parts.progress_bar.line('rl: compiling sampler and learner')
         self.sampler.warm_up()
         self.parts.learner.warm_up('rl')
         self._sampled = self._counters()

@@ -553,6 +553,7 @@ def test_a_run_leaves_what_the_readme_says(finished):
     assert str(workdir / name) in done.stdout
   assert 'after: held-out success' in done.stdout
   assert '\r' not in done.stderr  # No bar where there is no terminal.
+  assert 'rl: compiling sampler and learner\n' in done.stderr  # Said before minutes of silence, in a log too.
 
 
 @pytest.mark.slow
