@@ -7,7 +7,7 @@ is followed too, but proper writing suffers on the way. docs/results.md has both
 
 Command: python launch/train.py --config=configs/style_shift_tiny.py --workdir=runs/style_shift_tiny
 Hardware: 2 CPU cores.
-Expected: held-out success from 0.2 at temperature 1 and 0 greedy to above 0.9 in both, in 3 to 7 minutes (docs/results.md).
+Expected: held-out success from 0.2 at temperature 1 and 0 greedy to above 0.9 in both, in about 7 minutes on shared cores (docs/results.md).
 `metrics.jsonl` holds the share of every style at every step ('environment/cute', ...).
 """
 
