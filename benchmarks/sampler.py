@@ -55,7 +55,7 @@ TINY_SETTINGS = SamplerConfig(slots=64, sessions=128, prefill_lengths=(32,))
 
 TORCH_WORKER = '''
 import json, sys, time
-import torch
+import torch, transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 torch.manual_seed(0)
 model = Qwen3ForCausalLM(Qwen3Config(
@@ -68,7 +68,7 @@ def generate(rows, length):
         ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=length,
         min_new_tokens=length, eos_token_id=None, pad_token_id=0)
 generate(16, 8)
-print('ready', flush=True)
+print('ready', torch.__version__, transformers.__version__, flush=True)
 for line in sys.stdin:
   batches = json.loads(line)
   start = time.perf_counter()
@@ -84,10 +84,12 @@ class TorchSide:
   def __init__(self, python: str):
     self._process = subprocess.Popen(
         [python, '-c', TORCH_WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    if self._process.stdout.readline().strip() != 'ready':
+    ready, *versions = self._process.stdout.readline().split() or ['']
+    if ready != 'ready':
       raise SystemExit(
           f'{python} cannot run transformers (its error is above). Install requirements/parity.txt there, or name a Python that has torch '
           'and transformers with --torch-python.')
+    self.versions = dict(zip(('torch', 'transformers'), versions))
 
   def seconds(self, batches: list[tuple[int, int]]) -> float:
     self._process.stdin.write(json.dumps(batches) + '\n')
@@ -214,7 +216,8 @@ def main() -> None:
   result.update(stalls(sampler))
   result.update({
       'slot_occupancy': stats['tokens_drawn'] / stats['slot_steps_total'], 'requests': args.requests, 'repeats': args.repeats,
-      'cores': os.cpu_count(), 'jax': importlib.metadata.version('jax'), 'samples': samples})
+      'cores': os.cpu_count(), 'jax': importlib.metadata.version('jax'),
+      **(torch.versions if torch else {}), 'samples': samples})
   print(json.dumps(result))
 
 

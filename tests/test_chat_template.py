@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from sao_jax.graders import pool
+from sao_jax.services import pool
 from sao_jax.models import chat_template, conversation
 from sao_jax.models.chat_template import NAME, ChatTemplate, TemplateLimit, hide
 from tests import tokenizer_factory as factory

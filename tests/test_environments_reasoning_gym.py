@@ -12,7 +12,7 @@ import pytest
 
 from sao_jax import environments
 from sao_jax.environments import base, reasoning_gym
-from sao_jax.graders import pool
+from sao_jax.services import pool
 
 SMALL = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=2)
 

@@ -240,7 +240,7 @@ def test_limits_that_the_whole_run_has_are_no_obstacle():
   """`ulimit -H` of a batch system: a worker cannot raise what it inherits."""
   code = (
       'import resource; resource.setrlimit(resource.RLIMIT_CPU, (300, 300)); resource.setrlimit(resource.RLIMIT_AS, (3 << 29, 3 << 29))\n'
-      "from sao_jax.graders import pool; p = pool.Pool(size=1, time_limit_s=9.0, memory_mb=4096, wait_limit_s=60.0, "
+      "from sao_jax.services import pool; p = pool.Pool(size=1, time_limit_s=9.0, memory_mb=4096, wait_limit_s=60.0, "
       "service='sao_jax.models.template_service')\n"
       "print(p.ask({'source': 'x'})); p.close()")
   done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)

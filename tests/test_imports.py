@@ -13,7 +13,7 @@ PACKAGE = ROOT / 'sao_jax'
 FILES = sorted(PACKAGE.rglob('*.py'))
 NO_JAX = (
     'config.py', 'config_checks.py', 'data.py', 'data_order.py', 'data_sources', 'datasets', 'environments', 'graders',
-    'benchmarks.py', 'benchmark_scores.py', 'tool_calls.py', 'sandbox', 'threads.py',
+    'benchmarks.py', 'benchmark_scores.py', 'tool_calls.py', 'sandbox', 'threads.py', 'services',
     'gateway')  # Host code that must run where there is no accelerator.
 FORBIDDEN = {
     'torch', 'tensorflow', 'ray', 'transformers', 'flask', 'fastapi', 'aiohttp', 'uvicorn', 'starlette', 'django', 'gymnasium', 'verifiers'}

@@ -34,7 +34,7 @@ from typing import Any, Mapping
 import numpy as np
 
 from sao_jax.environments import base
-from sao_jax.graders import pool
+from sao_jax.services import pool
 
 MAX_ANSWER = 10_000  # Characters.
 MAX_GUARDED = 500  # Characters of an answer that a scorer evaluates.
@@ -241,9 +241,9 @@ def _processes() -> pool.Pool:
 def _score_in_process(dataset: str, answer: str, entry: Mapping[str, Any]) -> float:
   metadata = {name: value for name, value in entry['metadata'].items() if isinstance(value, str)}
   verdict, reason = _processes().ask({'dataset': dataset, 'answer': answer, 'entry': {'answer': entry['answer'], 'metadata': metadata}})
-  if verdict == 'grader_timeout':
+  if verdict == pool.TIMEOUT:
     raise base.GraderTimeout(reason)
-  if verdict == 'grader_error':
+  if verdict == pool.ERROR:
     raise base.GraderError(f'The scorer of {dataset} failed: {reason}')
   return float(reason)
 

@@ -1,4 +1,4 @@
-"""What a grading process does for scorers of reasoning-gym that evaluate formulas. A service of `graders.worker`."""
+"""What a worker process does for scorers of reasoning-gym that evaluate formulas. A service of `services.worker`."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ r"""The grader of mathematical answers: plain arithmetic and strings first, alge
 1. `extract` finds the answer; `guards` refuses what is none.
 2. Equal strings (in one spelling) are right.
 3. `compare` decides what needs no algebra: numbers exactly, lists, intervals, units, bases, by the policy of docs/graders.md.
-4. The rest goes to a process of `pool`, which parses with math-verify's parser and compares. What runs into its limits there is
+4. The rest goes to a process of `services.pool`, which parses with math-verify's parser and compares. What runs into its limits there is
    'grader_timeout'.
 """
 
@@ -12,7 +12,9 @@ from __future__ import annotations
 from typing import Any, Mapping
 
 from sao_jax.graders import arithmetic, base, compare, extract, forms, guards, latex, symbolic
-from sao_jax.graders.pool import Pool
+from sao_jax.services import pool
+
+_VERDICTS = {pool.TIMEOUT: 'grader_timeout', pool.ERROR: 'grader_error'}
 
 
 class Mathematics(base.Grader):
@@ -42,7 +44,9 @@ class Mathematics(base.Grader):
         raise ValueError(f'{name} must be a number in [{low}, {high}], got {value!r}.')
     _require()
     self.extraction = extraction
-    self._pool = Pool(size=int(workers), time_limit_s=time_limit_s, memory_mb=int(memory_mb), wait_limit_s=wait_limit_s)
+    self._pool = pool.Pool(
+        size=int(workers), time_limit_s=time_limit_s, memory_mb=int(memory_mb), wait_limit_s=wait_limit_s,
+        service='sao_jax.graders.symbolic_service')
     self._plain = compare.Comparer(compare.NoAlgebra())
 
   def _grade(self, response: str, answer: str, metadata: Mapping[str, Any]) -> base.Grade:
@@ -68,7 +72,8 @@ class Mathematics(base.Grader):
     except arithmetic.TooLarge as error:
       return 'grader_timeout', f'not worked out: {error}'
     except compare.Undecided:
-      return self._pool.grade(gold, response)
+      verdict, reason = self._pool.ask({'gold': gold, 'response': response})
+      return _VERDICTS.get(verdict, verdict), reason
 
   def describe(self, answer: str) -> str:
     """The form that a known answer is read as: 'Single', 'Many', ..., 'Other' (compared as a whole). For a look at a data set."""

@@ -16,7 +16,7 @@ import json
 import re
 from typing import Any, Mapping, Sequence
 
-from sao_jax.graders import pool
+from sao_jax.services import pool
 from sao_jax.models import files
 from sao_jax.tool_calls import THINK, THINK_END
 
@@ -163,7 +163,7 @@ def _ask(request: dict[str, Any]) -> str:
     raise ValueError(f'The chat template cannot be rendered: {reason}')
   if verdict == 'failed':
     raise ValueError(f'The chat template fails on this conversation: {reason}')
-  if verdict in ('too_much', 'grader_timeout'):
+  if verdict in ('too_much', pool.TIMEOUT):
     raise TemplateLimit(f'The chat template was stopped: {reason}. Look for a loop or a repetition in it that does not end.')
   if verdict != 'rendered':
     raise RuntimeError(f'The chat template could not be rendered: {reason}.')

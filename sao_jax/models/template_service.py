@@ -1,6 +1,6 @@
 """Runs chat templates in a process with limits of time and memory: they come with a model's files, and two nested loops are enough to hang.
 
-A service of `graders.worker`. The environment is that of transformers: a sandbox in which nothing can be changed, `raise_exception`,
+A service of `services.worker`. The environment is that of transformers: a sandbox in which nothing can be changed, `raise_exception`,
 `strftime_now`, `tojson` without HTML escapes, `break` and `continue`, and `{% generation %}` blocks, which only mark what they hold.
 """
 

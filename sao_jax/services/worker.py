@@ -1,6 +1,6 @@
-"""A grading process: reads requests from a pipe, writes verdicts to another. Started by `pool`, never imported by it.
+"""A worker process: reads requests from a pipe, writes verdicts to another. Started by `pool`, never imported by it.
 
-What grades is a service: a module with `prepare()`, called once before any limit holds, and `answer(request)`, which gives {'verdict',
+It serves a service: a module with `prepare()`, called once before any limit holds, and `answer(request)`, which gives {'verdict',
 'reason'} for a request and raises nothing but what ends a process. Frames are four bytes of length (big-endian) and JSON. A process ends
 when its input ends, when its lifeline closes (the parent is gone, whatever this process is doing), at its limits of CPU time and memory, or
 when it is killed.

@@ -1,6 +1,6 @@
-"""Worker processes that grade, each with hard limits of time and memory; a process that hangs or grows is ended and replaced.
+"""Worker processes of a service, each with hard limits of time and memory; a process that hangs or grows is ended and replaced.
 
-`Pool.grade` may be called from any thread, and from a running event loop (where it blocks, as any call does; use `asyncio.to_thread`).
+`Pool.ask` may be called from any thread, and from a running event loop (where it blocks, as any call does; use `asyncio.to_thread`).
 Workers are new interpreters (no fork of a process that has threads or holds an accelerator), started when first needed. The pool starts no
 thread.
 """
@@ -19,13 +19,14 @@ import time
 import weakref
 from typing import Any
 
-from sao_jax.graders.worker import HEADER
+from sao_jax.services.worker import HEADER
 
 START_LIMIT_S = 120.0  # For the libraries to be imported, on a machine that is busy.
 MAX_FRAME = 65_536
+TIMEOUT, ERROR = 'service_timeout', 'service_error'  # Verdicts where the service gave none.
 MAX_ITEMS = 2_000  # Items after which a worker is replaced: caches grow.
 _BOOT = (
-    'import json, sys; sys.path[:] = json.loads(sys.argv[1]); from sao_jax.graders import worker; '
+    'import json, sys; sys.path[:] = json.loads(sys.argv[1]); from sao_jax.services import worker; '
     'worker.main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])')
 
 
@@ -33,7 +34,7 @@ class WorkerDied(Exception):
   """The process ended without an answer; `signal` is what ended it, 0 if it left by itself."""
 
   def __init__(self, returncode: int | None):
-    super().__init__(f'the grading process ended with status {returncode}')
+    super().__init__(f'the worker process ended with status {returncode}')
     self.signal = -returncode if returncode is not None and returncode < 0 else 0
 
 
@@ -134,13 +135,12 @@ class Pool:
     time_limit_s: wall time of one item, from its arrival at a worker; also its limit of CPU time.
     memory_mb: address space of a worker.
     wait_limit_s: how long a call waits for a free worker.
-    service: module that grades in a worker, see `worker`.
+    service: module whose `answer` a worker calls, see `worker`.
     max_reply: bytes; a worker that says more is ended.
   """
 
   def __init__(
-      self, *, size: int, time_limit_s: float, memory_mb: int, wait_limit_s: float, service: str = 'sao_jax.graders.symbolic_service',
-      max_reply: int = MAX_FRAME,
+      self, *, size: int, time_limit_s: float, memory_mb: int, wait_limit_s: float, service: str, max_reply: int = MAX_FRAME,
   ):
     self._service, self._max_reply = service, max_reply
     self._size = size or len(os.sched_getaffinity(0))
@@ -157,35 +157,31 @@ class Pool:
     with self._condition:
       return sorted(worker.pid for worker in self._alive)
 
-  def grade(self, gold: str, response: str) -> tuple[str, str]:
-    """(verdict, reason) of a pair of answers."""
-    return self.ask({'gold': gold, 'response': response})
-
   def ask(self, request: dict[str, Any]) -> tuple[str, str]:
-    """(verdict, reason) of what the service makes of a request; 'grader_timeout' and 'grader_error' where there is no answer."""
+    """(verdict, reason) of what the service makes of a request; `TIMEOUT` and `ERROR` where it gives no answer."""
     request = {**request, 'cpu_s': self._time_limit_s}
     for last in (False, True):
       try:
         worker = self._take()
       except TimeUp:
-        return 'grader_timeout', f'no worker was free within {self._wait_limit_s:g} s'
+        return TIMEOUT, f'no worker was free within {self._wait_limit_s:g} s'
       except (WorkerDied, OSError) as error:
         if last or self._closed:
-          return 'grader_error', 'the grader was closed' if self._closed else f'no worker could be started: {error}'
+          return ERROR, 'the pool was closed' if self._closed else f'no worker could be started: {error}'
         continue
       try:
         reply = worker.ask(request, self._time_limit_s)
       except TimeUp:
         self._drop(worker)
-        return 'grader_timeout', f'no result within {self._time_limit_s:g} s'
+        return TIMEOUT, f'no result within {self._time_limit_s:g} s'
       except WorkerDied as error:
         self._drop(worker)
         if self._closed:
-          return 'grader_error', 'the grader was closed'
+          return ERROR, 'the pool was closed'
         if error.signal == signal.SIGXCPU:
-          return 'grader_timeout', f'more than {self._time_limit_s:g} s of CPU time'
+          return TIMEOUT, f'more than {self._time_limit_s:g} s of CPU time'
         if last:
-          return 'grader_error', f'{error}, twice'
+          return ERROR, f'{error}, twice'
         continue
       except BaseException:
         self._drop(worker)
@@ -244,7 +240,7 @@ class Pool:
       self._condition.notify()
 
   def close(self) -> None:
-    """Ends all workers, hung ones too; calls that are running return 'grader_error'."""
+    """Ends all workers, hung ones too; calls that are running return `ERROR`."""
     with self._condition:
       self._closed = True
       idle, self._idle = self._idle, []
