@@ -21,6 +21,17 @@ def make(dataset='chain_sum', **settings):
   return environments.make('reasoning_gym', dataset=dataset, **settings)
 
 
+@pytest.fixture(scope='module', autouse=True)
+def patient():
+  """The processes have more time than a run gives them: a busy machine may need it for what is easy."""
+  with pytest.MonkeyPatch.context() as patch:
+    reasoning_gym._processes.cache_clear()
+    patch.setattr(reasoning_gym, 'SCORE_LIMIT_S', 120.0)
+    yield
+  reasoning_gym._processes().close()
+  reasoning_gym._processes.cache_clear()
+
+
 def score(environment, task, reply):
   environment.reset(task)
   return environment.step(reply)
