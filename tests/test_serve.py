@@ -1,5 +1,6 @@
 """The stand-alone server: conversations told apart, ended and written; a real tiny model behind `launch/serve.py`."""
 
+import asyncio
 import concurrent.futures
 import json
 import os
@@ -61,6 +62,25 @@ def test_conversations_of_one_key_are_told_apart():
     for _, policy in policies:
       policy.close()
     server.close()
+
+
+def test_a_request_that_meets_the_end_of_its_conversation_begins_another(monkeypatch):
+  loop, found, real = asyncio.new_event_loop(), [], Switchboard._session_of
+
+  def ended_just_now(self, *arguments):
+    found.append(real(self, *arguments))
+    if len(found) == 1:
+      found[0].end()
+    return found[-1]
+
+  monkeypatch.setattr(Switchboard, '_session_of', ended_just_now)
+  board = Switchboard(loop=loop)
+  waiting, _ = board.ask(gateway.ChatRequest('m', (user('x'),)))
+  assert not waiting.done() and len(found) == 2 and [session.over for session in found] == [True, False]
+  board.close()
+  with pytest.raises(gateway.HttpError, match='ending'):
+    board.ask(gateway.ChatRequest('m', (user('x'),)))
+  loop.close()
 
 
 def test_half_a_line_of_a_server_that_was_killed_costs_no_conversation(tmp_path):
