@@ -13,6 +13,7 @@ is complete, whenever the process was killed; if it fails its checksums, somethi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -313,7 +314,8 @@ class Checkpointer:
             'Resume with the settings in the config.json beside it.')
 
   def _write_error(self, error: Exception) -> CheckpointError:
-    self._clear()  # What was written of it only takes room.
+    with contextlib.suppress(OSError):  # What was written of it only takes room; something may be written there still.
+      self._clear()
     reason = _reason(error)
     return CheckpointError(
         f'A checkpoint could not be written to {self._directory}: {reason}. Saved and untouched: steps {self.steps()}. '

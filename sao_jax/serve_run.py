@@ -174,11 +174,12 @@ def _drain(engine: RolloutEngine) -> None:
   """Ends what waits for its clients, so that it is written; what is being sampled is given up."""
   deadline = time.monotonic() + CLOSE_S
   while engine.in_flight and time.monotonic() < deadline:
-    if not engine.before_chunk():
-      if engine.sampler.busy:
-        engine.after_chunk(engine.sampler.step())
-      else:
-        time.sleep(0.001)
+    if engine.before_chunk():
+      deadline = time.monotonic() + CLOSE_S  # They end one after the other; how fast is the machine's matter.
+    elif engine.sampler.busy:
+      engine.after_chunk(engine.sampler.step())
+    else:
+      time.sleep(0.001)
 
 
 def _fitted(config: Config, quiet_s: float) -> Config:

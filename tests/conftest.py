@@ -9,10 +9,14 @@ import os
 import shutil
 import tempfile
 
-FLAG = '--xla_force_host_platform_device_count=8'
+import hypothesis
+
+FLAG = '--xla_force_host_platform_device_count=8 --xla_cpu_collective_call_terminate_timeout_seconds=1200'  # Eight on few cores, busy ones.
 if FLAG not in os.environ.get('XLA_FLAGS', ''):
   os.environ['XLA_FLAGS'] = (os.environ.get('XLA_FLAGS', '') + ' ' + FLAG).strip()
 os.environ['JAX_PLATFORMS'] = 'cpu'
+hypothesis.settings.register_profile('busy', deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile('busy')  # How long an example takes is the machine's matter.
 
 if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
   os.environ['JAX_COMPILATION_CACHE_DIR'] = tempfile.mkdtemp(prefix='sao_jax_tests_')

@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import socket
+import time
 
 from sao_jax import gateway
 from sao_jax.environments.base import SampledTurn
@@ -37,7 +38,7 @@ class Policy:
   def _run(self, stop):
     while True:
       try:
-        prompt = self.session.next(60.0, poll_s=5.0)
+        prompt = self.session.next(3600.0, poll_s=5.0)
       except gateway.Ended:
         return
       if prompt.restart:
@@ -56,7 +57,7 @@ class Policy:
 
   def close(self):
     self.session.end()
-    assert not self.group.close(10.0)
+    assert not self.group.close(60.0)
     self.group.check()
 
 
@@ -75,7 +76,7 @@ def serving(say=lambda prompt, n: f'turn {n}', *, settings=None, sessions=1):
     assert not server.faults, server.faults
 
 
-def connect(server, timeout=20.0):
+def connect(server, timeout=120.0):
   return socket.create_connection(('127.0.0.1', server.port), timeout)
 
 
@@ -83,7 +84,7 @@ def head_of(key, body, path='/v1/chat/completions', method='POST', extra=''):
   return (f'{method} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: {len(body)}\r\n{extra}\r\n').encode()
 
 
-def raw(server, data, timeout=20.0):
+def raw(server, data, timeout=120.0):
   """All that the server answers to `data` until it closes."""
   with connect(server, timeout) as s:
     with contextlib.suppress(ConnectionError):
@@ -95,7 +96,7 @@ def raw(server, data, timeout=20.0):
     return out
 
 
-def post(server, key, value, path='/v1/chat/completions', method='POST', timeout=30.0):
+def post(server, key, value, path='/v1/chat/completions', method='POST', timeout=120.0):
   """(status, parsed body, headers)."""
   connection = http.client.HTTPConnection('127.0.0.1', server.port, timeout=timeout)
   try:
@@ -107,6 +108,13 @@ def post(server, key, value, path='/v1/chat/completions', method='POST', timeout
     return response.status, json.loads(content) if kind.startswith('application/json') and content else content, response.headers
   finally:
     connection.close()
+
+
+def wait_until(condition):
+  end = time.monotonic() + 60.0
+  while not condition():
+    assert time.monotonic() < end, 'deadline passed'
+    time.sleep(0.005)
 
 
 def user(text):

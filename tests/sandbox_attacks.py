@@ -72,7 +72,7 @@ def proc() -> Iterator[str]:
   for name in ('kcore', 'kmsg', 'kallsyms', 'keys', 'cmdline', 'timer_list', 'config.gz', 'slabinfo'):
     yield tried(f'if open("/proc/{name}", "rb").read(64): won()')
   yield 'for p in os.listdir("/proc"):\n  if p.isdigit() and int(p) not in (1, os.getpid()): won(p)'
-  yield 'if os.path.exists("/proc/{victim}/cmdline"): won(open("/proc/{victim}/cmdline").read())'
+  yield tried('said = open("/proc/{victim}/cmdline").read()\nif "100000" in said: won(said)')  # The number may be one of the box's own.
 
 
 def environment() -> Iterator[str]:
@@ -131,7 +131,7 @@ def memory_bombs() -> Iterator[tuple[str, float]]:
   yield tried('x = []\nwhile True: x.append(bytearray(1 << 20))'), 8.0
   yield tried('x = "a"\nwhile True: x += x'), 8.0
   yield tried('x = 10 ** (10 ** 9)\nwon()'), SHORT_S
-  yield f'for _ in range(4): os.fork()\nx = bytearray(100 << 20)\n{touch}won()\ntime.sleep(9)', 8.0
+  yield f'for _ in range(4): os.fork()\nx = bytearray(100 << 20)\n{touch}time.sleep(4)\nwon()\ntime.sleep(9)', 30.0  # It was let go on.
   yield f'import mmap\nfor _ in range(3): os.fork()\nx = mmap.mmap(-1, 100 << 20)\n{touch}time.sleep(9)', 8.0
   yield (f'import mmap\nn = 0\ntry:\n  while n < 999:\n    x = mmap.mmap(-1, 50 << 20)\n    {touch.strip()}\n    n += 1\n'
       f'    x.close()\nexcept OSError: pass', SHORT_S)
@@ -465,7 +465,7 @@ class Range:
       return 'a file of the host was changed'
     if self.victim.poll() is not None:
       return 'a process of the host was ended'
-    if seconds > 30.0:
+    if seconds > 100.0:  # An operation on files that hangs is ended after 120 s.
       return f'{seconds:.0f} s'
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - self._memory
     if grown > 150_000:
@@ -475,7 +475,7 @@ class Range:
   def left(self) -> list[int]:
     """Processes in the box besides its first one, seen from the host. (What lost its parent belongs to the first one.)"""
     warden, = _children(self.keeper)
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 60.0
     while (found := _children(warden)) and time.monotonic() < deadline and not self._sessions():
       time.sleep(0.002)
     return found
@@ -486,7 +486,7 @@ class Range:
   def works(self) -> bool:
     """Whether the box still does what it should; also makes room in it."""
     clean = 'cd /box; find . -mindepth 1 -delete; find /tmp /dev/shm -mindepth 1 -delete; echo works'
-    return self.box.run(['sh', '-c', clean], time_s=60.0).stdout == b'works\n'
+    return self.box.run(['sh', '-c', clean], time_s=600.0).stdout == b'works\n'
 
   # --- What the host does -------------------------------------------------------------------------------------------------------
 

@@ -15,21 +15,21 @@ TOOLS = [{'type': 'function', 'function': {'name': 'add', 'description': 'a + b'
     'type': 'object', 'properties': {'a': {'type': 'integer'}, 'b': {'type': 'integer'}}, 'required': ['a', 'b']}}}]
 
 
-def ask(messages, timeout=30.0, **others):
+def ask(messages, timeout=120.0, **others):
   request = urllib.request.Request(
       URL + '/chat/completions', json.dumps({'model': 'x', 'messages': messages, **others}).encode(), {'Authorization': f'Bearer {KEY}'})
   with urllib.request.urlopen(request, timeout=timeout) as response:
     return json.loads(response.read())['choices'][0]
 
 
-def solve(messages, **others):
-  """Plays tools until the policy says something without a call."""
+def solve(messages, choice=None, **others):
+  """Plays tools until the policy says something without a call; `choice` is its first answer, if there is one already."""
   while True:
-    choice = ask(messages, tools=TOOLS, **others)
-    messages.append(choice['message'])
-    calls = choice['message'].get('tool_calls')
+    choice, said = None, choice or ask(messages, tools=TOOLS, **others)
+    messages.append(said['message'])
+    calls = said['message'].get('tool_calls')
     if not calls:
-      return choice['message']['content']
+      return said['message']['content']
     for call in calls:
       numbers = json.loads(call['function']['arguments'])
       messages.append({'role': 'tool', 'tool_call_id': call['id'], 'content': str(numbers['a'] + numbers['b'])})
@@ -63,12 +63,14 @@ def main():
         'names': names, 'task': TASK, 'stdin': sys.stdin.read(), 'folder': os.getcwd(), 'files': sorted(os.listdir('.'))}))
     return
   messages = [{'role': 'system', 'content': 'You add.'}, {'role': 'user', 'content': TASK['question']}]
-  if mode == 'impatient':
-    for _ in range(3):
-      try:
-        ask(messages, timeout=0.05, tools=TOOLS, max_tokens=500)
-      except (TimeoutError, urllib.error.URLError):
-        pass
+  first, patience_s = None, 0.05
+  while mode == 'impatient' and first is None:  # The sampler takes longer than the first times together.
+    try:
+      first = ask(messages, timeout=patience_s, tools=TOOLS, max_tokens=500)
+    except urllib.error.HTTPError:
+      raise
+    except OSError:
+      patience_s *= 1.5
   if mode == 'forgetful':
     ask([messages[1]], tools=TOOLS)
   if mode == 'overflow':
@@ -89,7 +91,7 @@ def main():
   if mode == 'odd_message':
     ask(messages)
     ask([*messages, {'role': 'tool', 'content': 'nobody asked'}, {'role': 'system', 'content': 'x'}, {'role': 'user', 'content': ''}])
-  answer = solve(messages, max_tokens=TASK.get('max_tokens', 500))
+  answer = solve(messages, first, max_tokens=TASK.get('max_tokens', 500))
   pathlib.Path('answer.txt').write_text(answer)
   if 'result' in TASK:
     pathlib.Path('result.json').write_text(TASK['result'])

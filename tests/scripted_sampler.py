@@ -73,11 +73,11 @@ class ScriptedSampler:
 
 
 def run_engine(
-    make_environment, tasks, say, *, tokenizer=None, workers=None, sampler=None, deadline_s=60.0, **settings):
+    make_environment, tasks, say, *, tokenizer=None, workers=None, sampler=None, deadline_s=300.0, **settings):
   """Plays the tasks to their end; (flow with rollouts and drops, sampler, engine)."""
   tokenizer = tokenizer or factory.chatml()
   task = TaskConfig(**{
-      'max_turns': 50, 'max_turn_tokens': 2000, 'max_tokens': 20_000, 'max_segments': 8, 'time_limit_s': 60.0, 'step_timeout_s': 30.0,
+      'max_turns': 50, 'max_turn_tokens': 2000, 'max_tokens': 20_000, 'max_segments': 8, 'time_limit_s': 300.0, 'step_timeout_s': 120.0,
       'retries': 0, 'max_failure_share': 1.0, **settings})
   sampler = sampler or ScriptedSampler(tokenizer, say)
   flow = evaluation.ListFlow([(t.index, t) for t in tasks])
@@ -101,6 +101,6 @@ def run_engine(
         time.sleep(0.0005)
   finally:
     engine.close()
-    assert pool.close(20.0)
+    assert pool.close(60.0)
   flow.rollouts.sort(key=lambda r: r.ticket)
   return flow, sampler, engine

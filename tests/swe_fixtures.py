@@ -445,7 +445,7 @@ def git_repository(folder, versions):
   """A real repository with one commit for each set of files, a tag, a remote and a hook; the names of the commits."""
   run = lambda *words: subprocess.run(
       ['git', '-c', 'user.name=a', '-c', 'user.email=a@localhost', '-c', 'core.hooksPath=/dev/null', *words], cwd=folder, check=True,
-      capture_output=True, text=True, timeout=60).stdout.strip()
+      capture_output=True, text=True, timeout=300).stdout.strip()
   folder.mkdir(parents=True, exist_ok=True)
   run('init', '-q', '-b', 'main')
   commits = []

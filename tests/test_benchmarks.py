@@ -94,7 +94,8 @@ def real_graders():
   def grader(benchmark):
     key = (benchmark.grader, json.dumps(benchmark.grader_settings))
     if key not in made:
-      made[key] = graders.make(benchmark.grader, **benchmark.grader_settings)
+      limit = {'time_limit_s': 120.0} if benchmark.grader in ('math', 'code') else {}
+      made[key] = graders.make(benchmark.grader, **{**limit, **benchmark.grader_settings})
     return made[key]
 
   yield grader

@@ -108,7 +108,7 @@ def test_rows_are_read_from_many_threads(tmp_path):
   for thread in threads:
     thread.start()
   for thread in threads:
-    thread.join(30)
+    thread.join(120)
   assert len(source) == 350 and not wrong
 
 

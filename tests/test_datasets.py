@@ -69,7 +69,7 @@ def test_tfds_itself_reads_them_by_name(built):
       'import sys; from sao_jax import datasets; import tensorflow_datasets as tfds; datasets.register()\n'
       f"source = tfds.data_source('gsm8k', split='test', data_dir={str(built)!r})\n"
       "print(len(source), source[0]['answer'].decode(), 'tensorflow' in sys.modules)")
-  done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+  done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
   assert done.returncode == 0, done.stderr
   count, answer, tensorflow = done.stdout.split()
   assert count == '6' and answer in ('18', '3', '70000', '540', '20', '64') and tensorflow == 'False'
@@ -150,7 +150,7 @@ def test_bad_rows_are_told_before_anything_is_written(tmp_path):
 
 def launch(*arguments):
   return subprocess.run(
-      [sys.executable, str(ROOT / 'launch' / 'build_dataset.py'), *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120,
+      [sys.executable, str(ROOT / 'launch' / 'build_dataset.py'), *arguments], cwd=ROOT, capture_output=True, text=True, timeout=900,
       check=False)
 
 

@@ -21,6 +21,17 @@ def make(dataset='chain_sum', **settings):
   return environments.make('reasoning_gym', dataset=dataset, **settings)
 
 
+@pytest.fixture(scope='module', autouse=True)
+def patient():
+  """The processes have more time than a run gives them: a busy machine may need it for what is easy."""
+  with pytest.MonkeyPatch.context() as patch:
+    reasoning_gym._processes.cache_clear()
+    patch.setattr(reasoning_gym, 'SCORE_LIMIT_S', 120.0)
+    yield
+  reasoning_gym._processes().close()
+  reasoning_gym._processes.cache_clear()
+
+
 def score(environment, task, reply):
   environment.reset(task)
   return environment.step(reply)
@@ -216,7 +227,7 @@ def test_every_evaluating_scorer_of_the_library_is_known():
 def test_formulas_are_worked_out_in_a_process_with_limits(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   processes = pool.Pool(
-      size=1, time_limit_s=1.0, memory_mb=2048, wait_limit_s=60.0, service='sao_jax.environments.reasoning_gym_service')
+      size=1, time_limit_s=120.0, memory_mb=2048, wait_limit_s=300.0, service='sao_jax.environments.reasoning_gym_service')
   monkeypatch.setattr(reasoning_gym, '_processes', lambda: processes)
   try:
     for dataset in reasoning_gym.SYMBOLIC:
@@ -228,8 +239,10 @@ def test_formulas_are_worked_out_in_a_process_with_limits(tmp_path, monkeypatch)
       for attack in (
           *ATTACKS[:4], "S('x')", 'x.func', 'getattr(x)', 'x if x else x', 'lambda x: x', '[x for x in x]', 'x' * 501, '(' * 30 + ')' * 30):
         assert score(environment, task, attack).metrics['rejected'] == 1.0, attack
+    processes._time_limit_s = 1.0
     with pytest.raises(base.GraderTimeout):
       score(environment, task, '9**9**9**9')
+    processes._time_limit_s = 120.0
     assert score(environment, task, right).metrics['success'] == 1.0  # By another process.
   finally:
     processes.close()
@@ -242,7 +255,7 @@ EVERY = 105  # Data sets of reasoning-gym 0.1.25, besides 'composite'.
 HOSTILE = (
     '', 'nan', '1e999999999', '9e9999999/7', 'F999999999', 'F ' * 5000, '9**9**9', '(' * 2000, '{}', '[[1,2],[3]]', '-1', '1/0', '\x00',
     '9' * 9999, 'a ' * 5000, '[{"x": "move(box_red, square[9.5, 9.5])"}]', '\ud800', 'm' * 300 + '^', '{"a":' * 1500)
-TIME_LIMIT_S = 2.0  # For one answer, on a machine that is busy.
+TIME_LIMIT_S = 30.0  # For one answer, on a machine that is busy.
 
 
 def composite(*names, weight=1.0):

@@ -13,7 +13,7 @@ import pytest
 from sao_jax import gateway, tool_calls
 from sao_jax.gateway import history
 from sao_jax.gateway.turns import make_answer
-from tests.gateway_client import ask, connect, head_of, post, serving, turn_of, user
+from tests.gateway_client import ask, connect, head_of, post, serving, turn_of, user, wait_until
 
 TOOLS = [{'type': 'function', 'function': {'name': 'bash', 'description': 'Runs.', 'parameters': {
     'type': 'object', 'properties': {'command': {'type': 'string'}}, 'required': ['command']}}}]
@@ -233,10 +233,9 @@ def test_a_repeat_joins_the_turn_that_is_being_sampled():
   with serving(gate.say) as (server, [(policy, key)]), concurrent.futures.ThreadPoolExecutor(4) as pool:
     asked = [pool.submit(ask, server, key, [user('x')]) for _ in range(4)]
     gate.wait_for(1)
-    while record(server, key)['counts']['requests'] < 4:
-      time.sleep(0.005)
+    wait_until(lambda: record(server, key)['counts']['requests'] == 4)
     gate.open()
-    assert {f.result(10)['content'] for f in asked} == {'turn 0'} and len(policy.turns) == 1
+    assert {f.result(60)['content'] for f in asked} == {'turn 0'} and len(policy.turns) == 1
 
 
 def test_other_requests_of_a_session_wait_their_turn_and_those_who_leave_are_forgotten():
@@ -247,27 +246,25 @@ def test_other_requests_of_a_session_wait_their_turn_and_those_who_leave_are_for
     body = json.dumps({'messages': [user('b')]}).encode()
     with connect(server) as gone:
       gone.sendall(head_of(key, body) + body)
-      while record(server, key)['counts']['requests'] < 2:
-        time.sleep(0.005)
+      wait_until(lambda: record(server, key)['counts']['requests'] == 2)
     second = pool.submit(ask, server, key, [user('c')])
-    while record(server, key)['counts']['requests'] < 3:
-      time.sleep(0.005)
+    wait_until(lambda: record(server, key)['counts']['requests'] == 3)
     time.sleep(0.02)
     gate.open()
-    assert (first.result(10)['content'], second.result(10)['content']) == ('turn 0', 'turn 1')
+    assert (first.result(60)['content'], second.result(60)['content']) == ('turn 0', 'turn 1')
     assert [p.messages[0]['content'] for p in policy.prompts] == ['a', 'c'] and policy.prompts[1].restart
 
 
 def test_too_many_that_wait_and_the_end_of_a_session():
   gate = gateway_gate()
   with serving(gate.say) as (server, [(policy, key)]), concurrent.futures.ThreadPoolExecutor(80) as pool:
-    futures = [pool.submit(post, server, key, {'messages': [user(f'x{i}')]}) for i in range(70)]
-    gate.wait_for(1)
-    while record(server, key)['counts']['requests'] < 70:
-      time.sleep(0.01)
+    futures = [pool.submit(post, server, key, {'messages': [user('x0')]})]
+    gate.wait_for(1)  # This one is being sampled, and waits no more.
+    futures += [pool.submit(post, server, key, {'messages': [user(f'x{i}')]}) for i in range(1, 70)]
+    wait_until(lambda: record(server, key)['counts']['requests'] == 70)
     policy.session.end()
     gate.open()
-    statuses = [f.result(20)[0] for f in futures]
+    statuses = [f.result(60)[0] for f in futures]
     assert set(statuses) <= {410, 429} and statuses.count(429) == 70 - 65
     assert post(server, key, {'messages': [user('x')]})[0] == 410
     policy.session.refuse(gateway.HttpError(400, 'x'))
@@ -282,12 +279,12 @@ class gateway_gate:
 
   def say(self, prompt, n):
     self._came.release()
-    assert self._open.wait(20.0)
+    assert self._open.wait(120.0)
     return f'turn {n}'
 
   def wait_for(self, count):
     for _ in range(count):
-      assert self._came.acquire(timeout=20.0)
+      assert self._came.acquire(timeout=60.0)
 
   def open(self):
     self._open.set()
@@ -347,7 +344,7 @@ def exact_sessions(count, turns, concurrent_sessions, seed=0):
       draws = [random.Random(rng.random()) for _ in range(n)]
       with serving(lambda prompt, i, draws=draws: random_turn(draws[0]), sessions=n) as (server, policies):
         futures = [pool.submit(live, server, key, random.Random(rng.random()), turns) for _, key in policies]
-        seen = [f.result(120) for f in futures]
+        seen = [f.result(600) for f in futures]
         for (policy, key), n_seen in zip(policies, seen):
           found = check_record(server, policy, key)
           assert len(policy.turns) == n_seen and len(found['segments']) == 1, (len(policy.turns), n_seen, len(found['segments']))
@@ -371,5 +368,5 @@ def test_64_sessions_at_once():
         messages += [ask(server, key, messages), user('go on')]
       return [m['content'] for m in messages if m['role'] == 'assistant']
 
-    assert list(pool.map(talk, [key for _, key in policies], timeout=60)) == [['turn 0', 'turn 1']] * 64
+    assert list(pool.map(talk, [key for _, key in policies], timeout=600)) == [['turn 0', 'turn 1']] * 64
     assert all(not p.restart for policy, _ in policies for p in policy.prompts)

@@ -1,13 +1,12 @@
 """The openai package, unchanged, as a client of the gateway."""
 
 import json
-import time
 
 import openai
 import pytest
 
 from sao_jax import gateway, tool_calls
-from tests.gateway_client import serving, user
+from tests.gateway_client import serving, user, wait_until
 
 BASH = {'type': 'function', 'function': {'name': 'bash', 'description': 'Runs a command.', 'parameters': {
     'type': 'object', 'properties': {'command': {'type': 'string'}}, 'required': ['command']}}}
@@ -18,7 +17,7 @@ CALL = tool_calls.write(tool_calls.Turn('', (('bash', {'command': 'ls'}),)), 'he
 def client():
   texts = ['<think>hm</think>\nI look.\n' + CALL]
   with serving(lambda prompt, n: texts[n] if n < len(texts) else f'turn {n}') as (server, [(policy, key)]):
-    with openai.OpenAI(base_url=server.url, api_key=key, max_retries=0, timeout=20.0) as made:
+    with openai.OpenAI(base_url=server.url, api_key=key, max_retries=0, timeout=120.0) as made:
       yield made, policy
 
 
@@ -61,8 +60,15 @@ def test_the_openai_client_understands_what_is_refused(client):
 
 
 def test_an_impatient_openai_client_gets_one_sample():
-  slow = iter([0.6])
-  with serving(lambda prompt, n: time.sleep(next(slow, 0.0)) or f'turn {n}') as (server, [(policy, key)]):
-    with openai.OpenAI(base_url=server.url, api_key=key, max_retries=5, timeout=0.25) as made:
+  """The policy takes longer than the client waits: until it has asked again."""
+  policies = []
+
+  def say(prompt, n):
+    wait_until(lambda: policies and policies[0].session.counts['repeated'])
+    return f'turn {n}'
+
+  with serving(say) as (server, [(policy, key)]):
+    policies.append(policy)
+    with openai.OpenAI(base_url=server.url, api_key=key, max_retries=30, timeout=0.4) as made:
       said = made.chat.completions.create(model='m', messages=[user('q')]).choices[0].message.content
     assert said == 'turn 0' and len(policy.turns) == 1 and policy.session.counts['repeated'] >= 1

@@ -23,7 +23,7 @@ def answers(name):
 
 @pytest.fixture(scope='module')
 def math():
-  grader = graders.make('math', workers=2, time_limit_s=20.0)
+  grader = graders.make('math', workers=2, time_limit_s=120.0)
   yield grader
   grader.close()
 

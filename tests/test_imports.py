@@ -123,7 +123,7 @@ def test_import_changes_no_environment(path):
 
 def fresh(code: str) -> str:
   """Output of `code` in a new Python process."""
-  return subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120).stdout
+  return subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=600).stdout
 
 
 def test_package_import_is_light():

@@ -20,7 +20,7 @@ from sao_jax.parts import build
 SAME = ('step', 'policy/loss', 'value/loss', 'policy/grad_norm', 'reward/mean', 'queue/staleness_max', 'rollout/length_mean')
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 KILLS = int(os.environ.get('SAO_TEST_KILLS', '4'))  # The full check is 20.
-DEADLINE_S = 300.0
+DEADLINE_S = 1200.0
 SETTINGS = (
     '--config.checkpoint.every=1', '--config.sft.steps=12', '--config.rl.policy_steps=20',
     '--config.value_pretrain.epochs=4', '--config.logging.tensorboard=False')

@@ -25,6 +25,7 @@ def test_notebook_runs(path, monkeypatch):
   monkeypatch.setenv('SAO_NOTEBOOK', 'small')
   monkeypatch.delenv('XLA_FLAGS', raising=False)  # One device, as a reader has.
   notebook = nbformat.read(path, as_version=4)
-  nbclient.NotebookClient(notebook, timeout=300, kernel_name='python3', resources={'metadata': {'path': str(path.parent)}}).execute()
+  nbclient.NotebookClient(
+      notebook, timeout=1800, startup_timeout=600, kernel_name='python3', resources={'metadata': {'path': str(path.parent)}}).execute()
   texts = [output.get('text', '') for cell in notebook.cells for output in cell.get('outputs', ())]
   assert any('after' in text and 'held-out success' in text for text in texts)

@@ -83,7 +83,7 @@ def test_readers_see_one_version_whole():
     store.publish(make_params(float(version)))
   stop.set()
   for reader in readers:
-    reader.join(10.0)
+    reader.join(60.0)
   assert not failures and not any(r.is_alive() for r in readers)
 
 

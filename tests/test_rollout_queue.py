@@ -12,7 +12,7 @@ from sao_jax import rollout_queue
 from sao_jax.rollout_queue import RolloutQueue
 from tests.rollout_factory import make_rollout
 
-DEADLINE_S = 10.0  # Of the threads in these tests.
+DEADLINE_S = 60.0  # Of the threads in these tests.
 
 
 def make_queue(**changes):
@@ -387,7 +387,7 @@ def test_close_ends_every_wait(queued):
     finish(queue, ticket)
   results = []
   if queued < 4:
-    waiter = threading.Thread(target=lambda: results.append(queue.take(0, timeout_s=60.0)), daemon=True)
+    waiter = threading.Thread(target=lambda: results.append(queue.take(0, timeout_s=600.0)), daemon=True)
     waiter.start()
     time.sleep(0.05)
   queue.close()
@@ -404,7 +404,7 @@ def test_a_put_ends_the_wait_of_take():
   queue = make_queue(batch_size=2)
   tickets = [queue.ticket(0), queue.ticket(0)]
   results = []
-  waiter = threading.Thread(target=lambda: results.append(queue.take(0, timeout_s=60.0)), daemon=True)
+  waiter = threading.Thread(target=lambda: results.append(queue.take(0, timeout_s=600.0)), daemon=True)
   waiter.start()
   for ticket in tickets:
     finish(queue, ticket)
@@ -443,7 +443,7 @@ def test_threads(overdue):
   workers = [threading.Thread(target=produce, args=(seed,), daemon=True) for seed in range(4)]
   for worker in workers:
     worker.start()
-  until_s = time.monotonic() + 60.0
+  until_s = time.monotonic() + 600.0
   while queue.steps < 60 and not failures and time.monotonic() < until_s:
     version = queue.version
     batch = queue.take(version, timeout_s=0.5)

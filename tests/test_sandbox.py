@@ -1,5 +1,6 @@
 """Boxes: commands, limits, files, Python sessions, pools, and what is left of them (nothing). Attacks: test_sandbox_attacks.py."""
 
+import contextlib
 import gc
 import os
 import pathlib
@@ -16,7 +17,7 @@ from sao_jax import sandbox
 from sao_jax.sandbox import backends
 from sao_jax.sandbox.inside import wire
 
-LIMITS = sandbox.Limits(time_s=20.0, memory_mb=256, processes=24, file_mb=8, disk_mb=16, output_bytes=4000, flood_mb=4)
+LIMITS = sandbox.Limits(time_s=60.0, memory_mb=256, processes=24, file_mb=8, disk_mb=16, output_bytes=4000, flood_mb=4)
 PYTHON = 'python3'
 
 
@@ -61,11 +62,21 @@ def alive(mark):
   return found
 
 
-def wait_until(condition, deadline_s=20.0):
+def wait_until(condition, deadline_s=60.0):
   end = time.monotonic() + deadline_s
   while not condition():
     assert time.monotonic() < end, 'deadline passed'
     time.sleep(0.01)
+
+
+def with_time(call, enough, first_s=0.3):
+  """What `call(time_s)` gives for endless work, with ten times the limit as long as a busy machine did not get to what comes before it."""
+  for time_s in (first_s, 10 * first_s, 100 * first_s):
+    result = call(time_s)
+    assert result.ending == 'time'
+    if enough(result):
+      break
+  return result, time_s
 
 
 # --- Commands -------------------------------------------------------------------------------------------------------------------
@@ -114,9 +125,8 @@ def test_much_input_that_nobody_reads_does_no_harm(any_box):
 
 
 def test_time(any_box):
-  start = time.monotonic()
-  result = any_box.run(['sh', '-c', 'echo before; sleep 1000'], time_s=0.3)
-  assert (result.ending, result.stdout) == ('time', b'before\n') and time.monotonic() - start < 10.0
+  result, time_s = with_time(lambda time_s: any_box.run(['sh', '-c', 'echo before; sleep 1000'], time_s=time_s), lambda r: r.stdout)
+  assert (result.ending, result.stdout) == ('time', b'before\n') and time_s <= result.seconds < time_s + 60.0
   assert any_box.run(['echo', 'after']).stdout == b'after\n'
 
 
@@ -126,9 +136,9 @@ def test_memory_of_one_process_and_of_all(any_box):
   several = ('import os, time\nfor _ in range(4): os.fork()\nx = bytearray(60 << 20)\n'
              'for i in range(0, len(x), 4096): x[i] = 1\ntime.sleep(30)')
   assert any_box.run([PYTHON, '-c', several]).ending == 'memory'
-  shared = ('import os, time\nx = bytearray(120 << 20)\nfor i in range(0, len(x), 4096): x[i] = 1\n'
+  shared = ('import os, time\nx = bytearray(100 << 20)\nfor i in range(0, len(x), 4096): x[i] = 1\n'
             'for _ in range(2): os.fork()\ntime.sleep(0.3)')
-  assert any_box.run([PYTHON, '-c', shared]).ok  # 4 x 120 MB, but they are the same 120.
+  assert any_box.run([PYTHON, '-c', shared]).ok  # 4 x 100 MB, but they are the same 100.
 
 
 def test_processes_files_and_disk(box):
@@ -146,23 +156,31 @@ def test_processes_files_and_disk(box):
 @pytest.mark.skipif(os.geteuid() != 0 or not os.path.exists('/proc/self/autogroup'),
                     reason='needs root, and a kernel that divides processors among sessions')
 def test_a_box_stands_back_where_sessions_have_shares():
-  with sandbox.open(limits=sandbox.Limits(nice=7)) as box:
-    assert box.run(['cat', '/proc/self/autogroup']).stdout.endswith(b' nice 7\n')
-    assert box.python().run('print(open("/proc/self/autogroup").read())').output.endswith(' nice 7\n\n')
+  for _ in range(20):  # In a container the kernel refuses it now and then: where another box has asked within a tenth of a second.
+    with sandbox.open(limits=sandbox.Limits(nice=7)) as box:
+      said = box.run(['cat', '/proc/self/autogroup']).stdout
+      if said.endswith(b' nice 7\n'):
+        assert box.python().run('print(open("/proc/self/autogroup").read())').output.endswith(' nice 7\n\n')
+        return
+    time.sleep(0.13)
+  pytest.fail(str(said))
 
 
 def test_a_flood_is_ended(any_box):
-  result = any_box.run(['sh', '-c', 'yes; echo'], time_s=20.0)
+  result = any_box.run(['sh', '-c', 'yes; echo'], time_s=60.0)
   assert result.ending == 'output' and result.stdout_cut and len(result.stdout) < LIMITS.output_bytes + 100
 
 
 def test_what_a_command_leaves_behind_is_ended(any_box):
   mark = f'left{os.getpid()}behind'
-  script = (f'setsid sh -c "sleep 98765; : {mark}" & sh -c "sleep 98765; : {mark}" & '
-            f'(sh -c "trap \'\' TERM HUP; sleep 98765; : {mark}" &) ; sleep 0.2; grep -la {mark} /proc/[0-9]*/cmdline | wc -l')
-  result = any_box.run(['sh', '-c', script])
-  assert result.ending == 'exited' and int(result.stdout) >= 5  # Three, this shell, and grep.
-  assert alive(mark) == []
+  for pause in ('0.2', '2', '20'):  # Until all of them have begun, on a machine that is busy.
+    script = (f'setsid sh -c "sleep 98765; : {mark}" & sh -c "sleep 98765; : {mark}" & '
+              f'(sh -c "trap \'\' TERM HUP; sleep 98765; : {mark}" &) ; sleep {pause}; grep -la {mark} /proc/[0-9]*/cmdline | wc -l')
+    result = any_box.run(['sh', '-c', script])
+    assert result.ending == 'exited' and alive(mark) == []
+    if int(result.stdout) >= 5:
+      break
+  assert int(result.stdout) >= 5  # Three, this shell, and grep.
 
 
 @pytest.mark.parametrize('bad', [
@@ -290,14 +308,20 @@ def test_a_traceback_names_the_lines_of_the_code(any_box):
 
 
 @pytest.mark.parametrize('code, ending, word', [
-    ('import time; time.sleep(100)', 'time', 'more than 0.5 s'), ('while True: pass', 'time', 'state is lost'),
+    ('import time; time.sleep(1000)', 'time', 'more than {time_s:g} s'), ('while True: pass', 'time', 'state is lost'),
     ('import os; os._exit(0)', 'exited', 'state is lost'), ('import os; os.kill(os.getpid(), 9)', 'killed', 'state is lost'),
     ('import os\nos.close(4)', 'exited', 'state is lost'), ('import os\nos.write(4, b"x" * 50000)', 'time', 'state is lost'),
     ('import os\nwhile True: os.write(1, b"x" * 100000)', 'output', 'more than 4 MB')])
 def test_calls_that_end_the_interpreter_say_so(any_box, code, ending, word):
-  session = any_box.python()
-  result = session.run('print("before", flush=True)\n' + code, time_s=0.5 if ending == 'time' else 20.0)
-  assert result.ending == ending and word in result.error and result.output.startswith('before') and result.state_lost
+  sessions = []
+
+  def call(time_s):
+    sessions.append(any_box.python())
+    return sessions[-1].run('print("before", flush=True)\n' + code, time_s=time_s)
+
+  result, time_s = with_time(call, lambda r: r.output, 0.5) if ending == 'time' else (call(60.0), 60.0)
+  session = sessions[-1]
+  assert result.ending == ending and word.format(time_s=time_s) in result.error and result.output.startswith('before') and result.state_lost
   assert session.run('1').ending == 'ended'
   session = any_box.python()
   assert session.run('1').value == '1'
@@ -391,7 +415,8 @@ def boxes_of(pid):
   """Processes below a process of this host."""
   found = []
   for path in pathlib.Path(f'/proc/{pid}/task').glob('*/children'):
-    found += [int(child) for child in path.read_text().split()]
+    with contextlib.suppress(OSError):  # It has ended meanwhile.
+      found += [int(child) for child in path.read_text().split()]
   return found + [q for p in found for q in boxes_of(p)]
 
 
@@ -425,7 +450,7 @@ def test_close_ends_a_call_of_another_thread(any_box):
   thread.start()
   time.sleep(0.2)
   box.close()
-  thread.join(20)
+  thread.join(60.0)
   assert not thread.is_alive() and 'closed' in raised[0]
   with pytest.raises(sandbox.SandboxError, match='closed'):
     box.run(['true'])
@@ -439,7 +464,7 @@ def test_descriptors_stay_with_the_call_that_uses_them(monkeypatch):
   def receive(descriptor, limit, deadline):
     before = os.fstat(descriptor).st_ino
     listening.set()
-    end = time.monotonic() + 20.0
+    end = time.monotonic() + 60.0
     while os.path.exists(f'/proc/{pid}') and time.monotonic() < end:
       time.sleep(0.01)
     files = [open(os.devnull, 'rb') for _ in range(3)]  # pylint: disable=consider-using-with
@@ -454,9 +479,9 @@ def test_descriptors_stay_with_the_call_that_uses_them(monkeypatch):
   monkeypatch.setattr(wire, 'receive', receive)
   thread = threading.Thread(target=lambda: pytest.raises(sandbox.SandboxError, box.run, ['true']))
   thread.start()
-  assert listening.wait(20.0)
+  assert listening.wait(60.0)
   box.close()
-  thread.join(20.0)
+  thread.join(60.0)
   assert same == [True] and not thread.is_alive()
 
 
@@ -531,8 +556,8 @@ def test_a_container_daemon_that_hangs_is_the_infrastructures_failure(monkeypatc
 @needs_box
 def test_a_process_forked_from_the_host_does_not_hold_up_its_end():
   program = ('import os, time\nfrom sao_jax import sandbox\nsandbox.open("namespaces").close()\nchild = os.fork()\n'
-             'if child == 0:\n  os.close(1)\n  time.sleep(60)\n  os._exit(0)\nprint(child)')
-  host = subprocess.run([sys.executable, '-c', program], stdout=subprocess.PIPE, timeout=30.0, check=False,
+             'if child == 0:\n  os.close(1)\n  time.sleep(900)\n  os._exit(0)\nprint(child)')
+  host = subprocess.run([sys.executable, '-c', program], stdout=subprocess.PIPE, timeout=300.0, check=False,
                         cwd=pathlib.Path(__file__).parents[1])
   os.kill(int(host.stdout), signal.SIGKILL)
   assert host.returncode == 0

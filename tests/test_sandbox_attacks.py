@@ -54,7 +54,7 @@ def test_the_table_finds_what_is_not_isolated():
   with sandbox.open('plain', limits=sandbox_attacks.LIMITS) as box:
     for attempt in EVERYTHING:
       if attempt.kind in ('files of the host', 'names of the kernel') and '{' not in attempt.program and 'walk' not in attempt.program:
-        result = box.run([sys.executable, '-I', '-S', '-c', sandbox_attacks.HEAD + attempt.program], time_s=5.0)
+        result = box.run([sys.executable, '-I', '-S', '-c', sandbox_attacks.HEAD + attempt.program], time_s=60.0)
         if target._said(result.stdout + result.stderr):
           won.add(attempt.program)
   assert len(won) >= 3
@@ -87,10 +87,10 @@ def test_an_unprivileged_user_has_boxes_too(tmp_path):
   program = UNPRIVILEGED.format(paths=[os.path.dirname(tests), tests])
   found = subprocess.run(
       ['setpriv', '--reuid', '65534', '--regid', '65534', '--clear-groups', '/usr/bin/python3', '-B', '-c', program], capture_output=True,
-      text=True, timeout=120, env={'TMPDIR': '/tmp', 'PATH': os.environ['PATH'], 'HOME': '/tmp'}, cwd='/')
+      text=True, timeout=900, env={'TMPDIR': '/tmp', 'PATH': os.environ['PATH'], 'HOME': '/tmp'}, cwd='/')
   if 'Permission denied' in found.stderr and 'sandbox_attacks' not in found.stderr or 'No module named' in found.stderr:
     pytest.skip('this checkout cannot be read by others')
-  if 'may not make namespaces' in found.stderr:
+  if 'may not make namespaces' in found.stderr or '/proc of its own cannot be mounted' in found.stderr:
     pytest.skip('unprivileged users may not make namespaces here')
   assert found.stdout.strip() == 'held', found.stderr[-2000:]
 
@@ -233,7 +233,7 @@ def test_the_kernels_refusal_is_passed_on():
   script = 'echo 0 > /proc/sys/user/max_user_namespaces && exec setpriv --bounding-set -all --inh-caps -all ' + '"$@"'
   found = subprocess.run(
       ['unshare', '--user', '--map-root-user', 'sh', '-c', script, 'sh', sys.executable, '-c', program], capture_output=True, text=True,
-      timeout=60, check=False)
+      timeout=300, check=False)
   assert 'No box by namespaces' in found.stdout, found.stdout + found.stderr
 
 

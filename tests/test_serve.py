@@ -1,5 +1,6 @@
 """The stand-alone server: conversations told apart, ended and written; a real tiny model behind `launch/serve.py`."""
 
+import asyncio
 import concurrent.futures
 import json
 import os
@@ -7,7 +8,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 import types
 
 import jax
@@ -19,7 +19,7 @@ from sao_jax.gateway.switchboard import Switchboard
 from sao_jax.models import pretrained, transformer
 from sao_jax.serve_run import ServeFlow
 from tests import tokenizer_factory as factory
-from tests.gateway_client import Policy, ask, post, user
+from tests.gateway_client import Policy, ask, post, user, wait_until
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -27,18 +27,16 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 def test_conversations_of_one_key_are_told_apart():
   server = gateway.Gateway().start()
   board = Switchboard(loop=server.loop)
-  key, policies = server.add(board), []
+  key, policies, taken = server.add(board), [], []
   try:
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
 
       def begin(text):
         asked = pool.submit(ask, server, key, [user(text)])
-        deadline = time.monotonic() + 10.0
-        while (number := board.take()) is None:
-          assert time.monotonic() < deadline
-          time.sleep(0.002)
+        wait_until(lambda: taken.append(board.take()) or taken[-1] is not None)
+        number = taken[-1]
         policies.append((number, Policy(board.session(number), lambda prompt, n: f'{prompt.messages[-1]["content"]}!{n}')))
-        return [user(text), asked.result(10.0)]
+        return [user(text), asked.result(60.0)]
 
       first, second = begin('a'), begin('b')
       assert [m['content'] for m in (first[1], second[1])] == ['a!0', 'b!0']
@@ -55,16 +53,34 @@ def test_conversations_of_one_key_are_told_apart():
       assert [len(found[str(number)]['turns']) for number, _ in policies] == [3, 3, 1]
       assert not board.make_room()  # None waits for a place.
       waiting = pool.submit(post, server, key, {'messages': [user('new')]})
-      while not board.make_room():
-        time.sleep(0.002)
+      wait_until(board.make_room)
       transcript = board.end(policies[0][0])  # The one that was quiet for longest.
       assert transcript['ended'] and len(transcript['turns']) == 3
       board.close()
-      assert waiting.result(10.0)[0] == 410 and post(server, key, {'messages': [user('x')]})[0] == 410
+      assert waiting.result(60.0)[0] == 410 and post(server, key, {'messages': [user('x')]})[0] == 410
   finally:
     for _, policy in policies:
       policy.close()
     server.close()
+
+
+def test_a_request_that_meets_the_end_of_its_conversation_begins_another(monkeypatch):
+  loop, found, real = asyncio.new_event_loop(), [], Switchboard._session_of
+
+  def ended_just_now(self, *arguments):
+    found.append(real(self, *arguments))
+    if len(found) == 1:
+      found[0].end()
+    return found[-1]
+
+  monkeypatch.setattr(Switchboard, '_session_of', ended_just_now)
+  board = Switchboard(loop=loop)
+  waiting, _ = board.ask(gateway.ChatRequest('m', (user('x'),)))
+  assert not waiting.done() and len(found) == 2 and [session.over for session in found] == [True, False]
+  board.close()
+  with pytest.raises(gateway.HttpError, match='ending'):
+    board.ask(gateway.ChatRequest('m', (user('x'),)))
+  loop.close()
 
 
 def test_half_a_line_of_a_server_that_was_killed_costs_no_conversation(tmp_path):
@@ -87,7 +103,7 @@ def serve(*arguments, **variables):
     (('--pretrained=y', '--checkpoint=1'), 'of a --workdir')])
 def test_flags_that_do_not_go_together(arguments, text):
   process = serve(*arguments)
-  output, errors = process.communicate(timeout=60)
+  output, errors = process.communicate(timeout=300)
   assert process.returncode == 1 and text in errors and not output
 
 
@@ -113,7 +129,7 @@ def test_a_tiny_model_is_served(tmp_path):
     def talk(number):
       messages, drawn = [user(f'say {number}')], []
       for _ in range(3):
-        status, body, _ = post(server, 'sk-mine', {'messages': messages, 'return_token_ids': True, 'temperature': 0}, timeout=120.0)
+        status, body, _ = post(server, 'sk-mine', {'messages': messages, 'return_token_ids': True, 'temperature': 0}, timeout=600.0)
         if status == 400:
           assert body['error']['code'] == 'context_length_exceeded'
           break
@@ -125,7 +141,7 @@ def test_a_tiny_model_is_served(tmp_path):
     with concurrent.futures.ThreadPoolExecutor(6) as pool:  # More conversations than places.
       seen = list(pool.map(talk, range(6)))
     process.send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
   finally:
     process.kill()

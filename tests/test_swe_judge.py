@@ -21,7 +21,7 @@ QUICK_CHEATS = (  # One of each kind; the others are slow tests only because the
 
 @pytest.fixture(scope='module')
 def judge():
-  return Judge(time_s=10.0)
+  return Judge(time_s=120.0)
 
 
 def marked(names, quick):
@@ -84,7 +84,7 @@ def test_cheats_with_a_log_get_nothing(judge, name):
 
 def test_cheats_pass_where_nothing_but_the_run_is_looked_at():
   """That the surest cheats are worth the name, and the control runs the difference."""
-  verdict = judged(Judge(time_s=10.0, controls=0), swe_fixtures.flat, swe_cheats.CHEATS['a_plugin_found_in_memory'])
+  verdict = judged(Judge(time_s=120.0, controls=0), swe_fixtures.flat, swe_cheats.CHEATS['a_plugin_found_in_memory'])
   assert verdict.resolved and verdict.controls == 0
 
 
@@ -154,7 +154,7 @@ def test_limits_end_a_prediction():
   quick = Judge(time_s=1.5)
   verdict = judged(quick, swe_fixtures.flat, {'calc.py': 'while True:\n  pass\n'})
   assert verdict.reason == 'time' and not verdict.resolved
-  small = Judge(time_s=10.0, limits=dataclasses.replace(Judge.LIMITS, memory_mb=256, address_mb=512))
+  small = Judge(time_s=120.0, limits=dataclasses.replace(Judge.LIMITS, memory_mb=256, address_mb=512))
   assert judged(small, swe_fixtures.flat, {'calc.py': 'x = bytearray(1 << 30)\n'}).reason in ('no_result', 'tests_failed')
 
 

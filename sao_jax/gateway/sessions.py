@@ -189,6 +189,11 @@ class Session:
     with self._condition:
       return self._current is None and not self._waiting
 
+  @property
+  def over(self) -> bool:
+    with self._condition:
+      return self._ended is not None
+
   def whole(self) -> list[dict[str, str]]:
     """The conversation of the request whose turn is being sampled, from its first message on, as the policy is to be shown it."""
     with self._condition:

@@ -13,7 +13,7 @@ from typing import Any
 
 from sao_jax.gateway.chat import Answer, ChatRequest
 from sao_jax.gateway.http import HttpError
-from sao_jax.gateway.sessions import Delivery, Session, identity_of
+from sao_jax.gateway.sessions import Delivery, Identity, Session, identity_of
 
 MAX_NEW = 256  # Conversations that wait for a place.
 
@@ -32,6 +32,16 @@ class Switchboard:
   def ask(self, request: ChatRequest) -> tuple[asyncio.Future[Answer], Delivery]:
     """As `Session.ask`. Raises HttpError 429 while too many new conversations wait."""
     identity = identity_of(request)
+    while True:
+      session = self._session_of(request, identity)
+      try:
+        return session.ask(request, identity)
+      except HttpError:
+        if not session.over:
+          raise  # Else it was ended just now, to make room say: as if the request had come a moment later, it begins another.
+
+  def _session_of(self, request: ChatRequest, identity: Identity) -> Session:
+    """The session that a request goes on with, or a new one."""
     with self._lock:
       if self._closed:
         raise HttpError(410, 'The server is ending.')
@@ -43,8 +53,7 @@ class Switchboard:
         number, self._count = self._count, self._count + 1
         self._sessions[number] = Session(loop=self._loop, tool_format=self._tool_format)
         self._new.append(number)
-      session = self._sessions[number]
-    return session.ask(request, identity)
+      return self._sessions[number]
 
   def take(self) -> int | None:
     """The number of the next new conversation; None where there is none."""

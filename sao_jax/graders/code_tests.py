@@ -121,7 +121,11 @@ class CodeTests(base.Grader):
           logging.getLogger(__name__).warning('Code is graded in plain processes, which are not isolated: %s', error)
           self._isolation = 'process'
         else:
-          self._pool = sandbox.Pool(functools.partial(_make_box, self._time_limit_s, self._memory_mb), self._pool_size)
+          pool = sandbox.Pool(functools.partial(_make_box, self._time_limit_s, self._memory_mb), self._pool_size)
+          with self._lock:
+            self._pool, closed = pool, self._closed
+          if closed:  # While the first box was tried; `close` has seen no pool.
+            pool.close()
       return self._pool
 
   def _run_in_box(self, pool: sandbox.Pool, request: dict[str, Any]) -> dict[str, Any] | None:
