@@ -127,7 +127,10 @@ def parse_as_list(text: str) -> Form | None:
 
 
 def parse_in_radians(text: str) -> Form | None:
-  r"""Another reading of '\\sin 30^\\circ', where the degrees count: \\sin(30 \\cdot \\pi/180); None where nothing is an angle of such a function."""
+  r"""Another reading of '\sin 30^\circ', in which the degrees count; None where no function of an angle stands by degrees.
+
+  \sin 30^\circ is then \sin(30 \cdot \pi / 180).
+  """
   parts = latex.grouped(latex.tokens(latex.canonical(text)))
   if '\\circ' not in parts or not _OF_ANGLES & set(parts):
     return None
