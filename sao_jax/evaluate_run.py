@@ -46,7 +46,8 @@ def evaluate_run(
   validate_names(config)
   with opened(config, workdir) as parts:
     where, policy = policy_of(parts, step)
-    found = parts.evaluate(policy, version=int(where['policy_step']), prompts=prompts, label='of the checkpoint')
+    found = parts.evaluate(
+        policy, version=int(where['policy_step']), prompts=prompts, label='of the checkpoint', temperature=config.sampler.temperature)
   for name, result in found.items():
     if not result.n:
       reasons = ', '.join(f'{reason} {count}' for reason, count in result.lost.items()) or 'there were none'

@@ -119,12 +119,16 @@ class Parts:
         tokenizer=self.tokenizer, task=self.config.task, max_length=self.model.max_length, sessions=self.config.sampler.sessions, now=now)
 
   def run_prompts(
-      self, params: Params, prompts: list[tuple[int, Task]], *, label: str, seed: int, version: int = 0, greedy: bool = False
+      self, params: Params, prompts: list[tuple[int, Task]], *, label: str, seed: int, version: int = 0, temperature: float | None = None
   ) -> evaluation.ListFlow:
-    """Rolls out a fixed list of prompts with `params` (in the learner's layout), apart from any training that goes on."""
+    """Rolls out a fixed list of prompts with `params` (in the learner's layout), apart from any training that goes on.
+
+    `temperature` 0 is greedy; None is that of training.
+    """
+    temperature = self.config.sampler.temperature if temperature is None else temperature
     snapshot = ParamSnapshot(version, self.convert(params))
     sampler = self.make_sampler(snapshot, seed=seed)  # Its cache lives only as long as this.
-    sampler.reset(snapshot, seed=seed, temperature=0.0 if greedy else self.config.sampler.temperature)
+    sampler.reset(snapshot, seed=seed, temperature=temperature)
     with self.environment_calls() as calls:
       flow = evaluation.ListFlow(prompts)
       engine = self.make_engine(sampler, calls, flow, time.monotonic)
@@ -147,14 +151,16 @@ class Parts:
     finally:
       pool.close(CLOSE_S)
 
-  def evaluate(self, params: Params, *, version: int, prompts: int, label: str) -> dict[str, evaluation.Evaluation]:
-    """Held-out success at temperature 1 ('temperature_1': the sampling temperature of training) and greedy ('greedy')."""
+  def evaluate(
+      self, params: Params, *, version: int, prompts: int, label: str, temperature: float = 1.0
+  ) -> dict[str, evaluation.Evaluation]:
+    """Held-out success at `temperature`, as 'temperature_1', and greedily, as 'greedy'; whatever the temperature of training is."""
     held_out = heldout(self.environment, prompts, self.config.evaluation.seed)
     return {
         name: evaluation.summarize(self.run_prompts(
             params, held_out, label=f'evaluation {label}, {name}', seed=self.config.evaluation.seed, version=version,
-            greedy=name == 'greedy'))
-        for name in ('temperature_1', 'greedy')
+            temperature=value))
+        for name, value in (('temperature_1', temperature), ('greedy', 0.0))
     }
 
 

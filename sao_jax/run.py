@@ -79,9 +79,9 @@ class Run:
     report.write_samples(
         self.parts.workdir / 'rollouts', f'{self.progress.step:06d}_{name.replace(" ", "_")}',
         found['temperature_1'].rollouts[:self.config.logging.sample_rollouts], self.parts.tokenizer.decode,
-        title=f'Held-out rollouts at temperature {self.config.sampler.temperature:g}, {name}')
+        title=f'Held-out rollouts at temperature 1, {name}')
     self.parts.progress_bar.line(
-        f'held-out success {name}: {found["temperature_1"].success:.3f} at temperature {self.config.sampler.temperature:g}, '
+        f'held-out success {name}: {found["temperature_1"].success:.3f} at temperature 1, '
         f'{found["greedy"].success:.3f} greedy (n={found["greedy"].n})')
     return {'policy_step': self.progress.version, 'n': found['greedy'].n, 'success_temperature_1': found['temperature_1'].success,
             'success_greedy': found['greedy'].success, **{k: v.summary() for k, v in found.items()}}

@@ -366,11 +366,14 @@ class Sampler:
 
     Raises:
       RuntimeError: other requests are under way.
-      ValueError: as `submit`.
+      ValueError: as `submit`; or not as many numbers as prompts.
     """
     if self._schedule.sessions:
       raise RuntimeError('generate needs a sampler without other sessions; finish and release them first.')
     count = len(prompts)
+    for name, numbers in (('prompt_ids', prompt_ids), ('attempts', attempts)):
+      if numbers is not None and len(numbers) != count:
+        raise ValueError(f'{name} must have one number for each of {count} prompts, got {len(numbers)}.')
     limits = [int(n) for n in np.broadcast_to(max_new_tokens, (count,))]
     done: dict[int, Completion] = {}
     try:

@@ -129,6 +129,14 @@ PLAIN = {
 }
 
 ALGEBRA = {
+    'degrees inside of functions': [
+        (r'\frac{1}{2}', [r'\sin 30^\circ', r'\cos(60^\circ)', r'\sin(10^\circ + 20^\circ)', r'\cos {60}^\circ', r'1 - \cos 60°'],
+         [r'\sin 60^\circ', r'\cos 30^\circ', r'\sin 30']),
+        (r'2\cos 20^\circ', [r'2\cos(20^\circ)', r'2\cos\frac{\pi}{9}', r'\cos 20^\circ \cdot 2', r'2\sin 70^\circ'],
+         [r'2\cos 40^\circ', r'\cos 20^\circ']),
+        (r'\frac{1}{\sin 50^\circ}', [r'\csc 50^\circ', r'\frac{1}{\cos 40^\circ}'], [r'\csc 40^\circ']),
+        (r'\sqrt{2} - 1', [r'\tan \frac{45}{2}^\circ', r'\tan 22.5^\circ', r'\tan\left(\frac{45}{2}\right)^\circ'], [r'\tan 22^\circ']),
+    ],
     'roots and constants': [
         (r'3\sqrt{13}', [r'\sqrt{117}', r'3 \cdot \sqrt{13}', r'3\sqrt {13}', '3√13', r'\sqrt{9 \cdot 13}', r'\frac{39}{\sqrt{13}}'],
          [r'\sqrt{13}', r'3\sqrt{14}', '10.8167', r'13\sqrt{3}', r'-3\sqrt{13}', '117']),

@@ -281,6 +281,8 @@ FILES = {
     'a_pth_file': {'calc.pth': 'import os; os._exit(0)\n'},
     'a_pytest_of_its_own': {'pytest.py': 'def main(*a, **k):\n  return 0\n', 'pytest/__init__.py': 'def main(*a, **k):\n  return 0\n'},
     'parts_of_pytest': {'_pytest/__init__.py': '', '_pytest/runner.py': '', 'pluggy.py': '', 'iniconfig.py': '', 'py.py': ''},
+    'a_package_named_as_the_tests': {'test_calc/__init__.py': (
+        'import os\n__file__ = os.path.dirname(os.path.abspath(__file__)) + ".py"\n\n\n' + TRIVIAL)},
     'a_standard_library_of_its_own': {'unittest.py': '', 'random.py': HOOKS, 'ast.py': '', 'inspect/__init__.py': '', 'pdb.py': HOOKS},
     'an_entry_point': {
         'calc.egg-info/PKG-INFO': 'Metadata-Version: 2.1\nName: calc\nVersion: 1\n',

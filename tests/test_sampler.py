@@ -22,6 +22,12 @@ def check_log_probs(prompt, completion, tolerance=1e-4, **kwargs):
   np.testing.assert_allclose(completion.log_probs, want, atol=tolerance)
 
 
+@pytest.mark.parametrize('numbers', [{'prompt_ids': [3]}, {'attempts': [0, 1, 2]}])
+def test_every_prompt_needs_its_number(numbers):
+  with pytest.raises(ValueError, match=f'{next(iter(numbers))} must have one number for each of 2 prompts'):
+    make_sampler().generate([[1], [2]], max_new_tokens=2, **numbers)
+
+
 # --- What is drawn and its log-probability -------------------------------------------------------------------------------------
 
 

@@ -236,6 +236,16 @@ def test_links_and_shadows_are_left_out_and_trusted_files_come_whole():
       'tests/test_cart.py'}
 
 
+def test_nothing_is_imported_in_the_place_of_a_test_module():
+  instance, _ = swe_fixtures.instance(swe_fixtures.flat)
+  found = trusted.Trusted(instance, Judge().base(instance))
+  text = Entry(patches.FILE, b'x')
+  covers = ('test_calc/__init__.py', 'test_calc.so', 'test_calc.cpython-311-x86_64-linux-gnu.so', 'test_calc/__init__.abi3.so')
+  laid = found.lay({**{path: text for path in (*covers, 'calc/__init__.py', 'test_calc/data.txt')}, 'test_calc': Entry(patches.LINK, b'calc')})
+  assert set(laid.dropped) == {*covers, 'test_calc'}
+  assert 'calc/__init__.py' in laid.change and laid.change['test_calc.py'] == found.files['test_calc.py']
+
+
 def test_the_python_that_runs_the_tests_is_trusted():
   instance, _ = swe_fixtures.instance(swe_fixtures.flat)
   instance = dataclasses.replace(instance, files={**instance.files, 'env/pyvenv.cfg': 'home = /usr/bin\n', 'env/bin/python': 'x'})

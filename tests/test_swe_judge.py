@@ -326,6 +326,32 @@ def test_spoiled_tests_fail_and_the_others_still_pass(seed):
       run_test(data.decode(), names)
 
 
+@pytest.mark.parametrize('text, other', [
+    ('a == b', 'a != b'), ('a is not None', 'a is None'), ('a is None', 'a is not None'), ('x  not  in ys', 'x  in ys'),
+    ('f(x) in (1, 2)', 'f(x) not in (1, 2)'), ('a <= b', 'a > b'), ('f(x)', 'not f(x)'), ('not f(x)', 'f(x)'), ('not (a or b)', '(a or b)'), ('a and b', 'not (a and b)'),
+    ('1 < x < 3', 'not 1 < x < 3'), ('(a or b) == (c)', '(a or b) != (c)'), ('"ä==" == x', '"ä==" != x'), ('a is (not b)', 'a is not (not b)'),
+    ('a == b if c else d', 'not (a == b if c else d)'), ('f(1,\n  2) == g(\n3)', 'f(1,\n  2) != g(\n3)'), ('a.b[0]', 'not a.b[0]'),
+    ('a  # ==\n  == b', 'not a  # ==\n  == b')])
+def test_the_opposite_looks_like_what_a_person_writes(text, other):
+  assert controls.opposite(text) == other
+
+
+ASKS = '''
+def test_open():
+  door = Door()
+  assert is_open(door)
+  assert door.state in ('open', 'ajar')
+  assert not is_shut(door)
+  assert door.state == other.state
+'''
+
+
+def test_a_control_is_not_known_by_its_form():
+  for seed in range(40):
+    data, done = controls.spoiled(ASKS.encode(), [('test_open',)], random.Random(seed))
+    assert done and data != ASKS.encode() and b'not (' not in data
+
+
 def test_what_cannot_be_spoiled_is_left_alone():
   source = ('import pytest\n\n\n@pytest.mark.xfail\ndef test_a():\n  assert 0\n\n\ndef test_b():\n  yield 1\n\n\n'
             'def test_c():\n  pytest.xfail("x")\n\n\nif 1:\n  def test_d():\n    pass\n')

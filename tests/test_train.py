@@ -17,6 +17,7 @@ from sao_jax.environments.base import EnvironmentFailure
 from sao_jax.environments.scripted import Scripted
 from sao_jax.metrics import read_rows
 from sao_jax.run import Run
+from sao_jax.sampler import Sampler
 from tests.tiny_run import Interrupted, run, tiny_config
 
 # Numbers that measure this machine, not the run.
@@ -56,6 +57,19 @@ def test_every_ticket_ends_once(whole):
   assert accounting['trained'] == 10 * 8
   assert accounting['admitted'] == accounting['trained'] + accounting['carried_over'] + sum(accounting['dropped'].values())
   assert max(row['queue/staleness_max'] for row in rows if 'queue/staleness_max' in row) <= 2
+
+
+def test_success_is_measured_at_temperature_1_whatever_training_draws_with(tmp_path, monkeypatch):
+  drawn_at = []
+  reset = Sampler.reset
+
+  def recorded(self, snapshot, *, seed, temperature):
+    drawn_at.append(temperature)
+    reset(self, snapshot, seed=seed, temperature=temperature)
+
+  monkeypatch.setattr(Sampler, 'reset', recorded)
+  run(tmp_path, monkeypatch, sampler__temperature=0.5, sft__steps=0, value_pretrain__rollouts=0, rl__policy_steps=0)
+  assert drawn_at == [0.5, 1.0, 0.5, 0.0]  # A sampler is made with the settings, then set.
 
 
 def test_sampler_and_learner_agree_and_every_metric_is_there(whole):

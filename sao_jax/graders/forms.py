@@ -20,6 +20,8 @@ OPPOSITE = {'<': '>', '>': '<', '\\leq': '\\geq', '\\geq': '\\leq', '=': '=', '\
 INFINITY: Tokens = ('\\infty',)
 MINUS_INFINITY: Tokens = ('-', '\\infty')
 
+_OF_ANGLES = {'\\sin', '\\cos', '\\tan', '\\cot', '\\sec', '\\csc'}
+_HALF_TURN = ('\\frac', '{', '\\pi', '}', '{', '180', '}')  # Over 180.
 _OPENING = {'(', '[', '{', '\\{', '\\lfloor', '\\lceil', '\\langle', '\\begin'}
 _CLOSING = {')', ']', '}', '\\}', '\\rfloor', '\\rceil', '\\rangle', '\\end'}
 _RELATIONS = {'=', '<', '>', '\\leq', '\\geq', '\\neq', '\\in', '\\approx', '\\equiv'}
@@ -122,6 +124,39 @@ def parse_as_list(text: str) -> Form | None:
   if not latex.has_thousands(text):
     return None
   return of_tokens(tuple(latex.grouped(latex.tokens(text.replace(',', ', ')))))
+
+
+def parse_in_radians(text: str) -> Form | None:
+  r"""Another reading of '\sin 30^\circ', in which the degrees count; None where no function of an angle stands by degrees.
+
+  \sin 30^\circ is then \sin(30 \cdot \pi / 180).
+  """
+  parts = latex.grouped(latex.tokens(latex.canonical(text)))
+  if '\\circ' not in parts or not _OF_ANGLES & set(parts):
+    return None
+  out: list[str] = []
+  for part in parts:
+    if part == '\\circ' and len(out) > 1 and out[-1] == '^':
+      out.pop()
+      start = _last_group(out)
+      out[start:] = ['(', *out[start:], '\\cdot', *_HALF_TURN, ')']
+    else:
+      out.append(part)
+  return of_tokens(tuple(out))
+
+
+def _last_group(parts: Sequence[str]) -> int:
+  r"""Index where the number, letter, bracket or \\frac at the end begins."""
+  start, groups = len(parts), 0
+  while True:
+    depth, start = 0, start - 1
+    while start > 0 and (depth := depth + (parts[start] in _CLOSING) - (parts[start] in _OPENING)):
+      start -= 1
+    groups += 1
+    if start and parts[start] == '{' and latex.ARGUMENTS.get(parts[start - 1]) == groups:
+      return start - 1
+    if not start or parts[start] != '{' or parts[start - 1] != '}':
+      return start
 
 
 def of_tokens(parts: Tokens) -> Form:

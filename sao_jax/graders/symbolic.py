@@ -256,9 +256,12 @@ def decide(gold: str, response: str) -> bool:
 
 
 def compare_texts(comparer: Any, gold: str, response: str) -> bool:
-  """Compares two answers in every reading that the response may have."""
-  known = forms.parse(gold)
-  if comparer.same(known, forms.parse(response)):
+  """Compares two answers in every reading that they may have."""
+  known, found = forms.parse(gold), forms.parse(response)
+  if comparer.same(known, found):
+    return True
+  turned = [forms.parse_in_radians(text) for text in (gold, response)]
+  if any(turned) and comparer.same(turned[0] or known, turned[1] or found):
     return True
   other = forms.parse_as_list(response) if isinstance(known, forms.Many) else None
   return other is not None and comparer.same(known, other)

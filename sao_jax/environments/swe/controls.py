@@ -5,8 +5,11 @@ same command, the same files and the same ids, but with tests whose source was c
 A runner that lets one of them pass proves nothing, and the prediction gets no reward. Nothing but the sense of the changed assertions tells
 one run from the other:
 
-    assert total(x) == 12        ->  assert total(x) == 57, or assert not (total(x) == 12)
+    assert total(x) == 12        ->  assert total(x) == 57, or assert total(x) != 12
+    assert is_open(x)            ->  assert not is_open(x)
     self.assertIn(a, b)          ->  self.assertNotIn(a, b)
+
+A change looks like what a person writes: code that reads the tests must not know a control by its form.
 
 Only an assertion that is reached whenever the test passes is changed: a statement of the test's own body with no way out before it. Where a
 test has none, a failing assertion is put at the beginning of its body.
@@ -29,6 +32,9 @@ OPPOSITE = {
     'assertIn': 'assertNotIn', 'assertIsInstance': 'assertNotIsInstance', 'assertGreater': 'assertLessEqual',
     'assertGreaterEqual': 'assertLess', 'assertAlmostEqual': 'assertNotAlmostEqual', 'assertRegex': 'assertNotRegex'}
 OPPOSITE |= {b: a for a, b in OPPOSITE.items()}
+OPPOSITE_SIGN = {'==': '!=', 'is': 'is not', 'in': 'not in', '<': '>=', '>': '<='}
+OPPOSITE_SIGN |= {b: a for a, b in OPPOSITE_SIGN.items()}
+_SIGN = re.compile(r'is\s+not\b|not\s+in\b|is\b|in\b|[=!<>]=|[<>]')
 _WAYS_OUT = (ast.Return, ast.Yield, ast.YieldFrom, ast.Try, ast.TryStar, ast.With, ast.AsyncWith, ast.While, ast.Raise)
 _EXPECTED = re.compile(r'xfail|expectedFailure|skip', re.IGNORECASE)
 
@@ -176,7 +182,7 @@ def _spots(statement: ast.stmt) -> list[tuple[ast.AST, Callable[[str, random.Ran
   """What can be exchanged in a statement so that it fails: (node, its possible texts from the original one)."""
   if isinstance(statement, ast.Assert):
     test = statement.test
-    found: list[Any] = [(test, lambda text, rng: [f'not ({text})'])]
+    found: list[Any] = [(test, lambda text, rng: [opposite(text)])]
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq) and _is_literal(test.comparators[0]):
       found = [(test.comparators[0], _others(test.comparators[0])), *found] if _others(test.comparators[0])('', random.Random(0)) else found
     return found
@@ -186,11 +192,30 @@ def _spots(statement: ast.stmt) -> list[tuple[ast.AST, Callable[[str, random.Ran
   name = call.func.attr
   if not (isinstance(call.func.value, ast.Name) and call.func.value.id == 'self') or name not in OPPOSITE:
     return []
-  opposite = lambda text, rng: [text[:text.rindex(name)] + OPPOSITE[name]]
-  found = [(call.func, opposite)]
+  found = [(call.func, lambda text, rng: [text[:text.rindex(name)] + OPPOSITE[name]])]
   if name == 'assertEqual' and len(call.args) >= 2 and _is_literal(call.args[1]) and _others(call.args[1])('', random.Random(0)):
     found.append((call.args[1], _others(call.args[1])))
   return found
+
+
+def opposite(text: str) -> str:
+  """The opposite of a condition, in the form that a person would give it: `a != b` for `a == b`, `not f(x)` for `f(x)`, `x` for `not x`."""
+  source = f'({text}\n)'.encode()  # Places in a tree count bytes.
+  node = parse(source).body[0].value
+  if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+    return text.removeprefix('not').lstrip()
+  if isinstance(node, (ast.BoolOp, ast.IfExp, ast.Lambda, ast.NamedExpr)):
+    return f'not ({text})'
+  if isinstance(node, ast.Compare) and len(node.ops) == 1:
+    starts = [0, *(match.end() for match in re.finditer(b'\n', source))]
+    left, right = node.left, node.comparators[0]
+    start, stop = starts[left.end_lineno - 1] + left.end_col_offset, starts[right.lineno - 1] + right.col_offset
+    between = source[start:stop].decode()
+    sign = _SIGN.search(between)
+    if sign is not None and '#' not in between:
+      changed = between[:sign.start()] + OPPOSITE_SIGN[' '.join(sign[0].split())] + between[sign.end():]
+      return (source[1:start] + changed.encode() + source[stop:-2]).decode()
+  return f'not {text}'
 
 
 def _is_literal(node: ast.AST) -> bool:

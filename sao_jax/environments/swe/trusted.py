@@ -7,7 +7,8 @@ A prediction's changes to these are taken back, whatever they are:
     metadata with entry points, compiled files, virtual environments;
   - what the instance names in `trusted`.
 What the gold patch changes among them is as the gold patch leaves it. New modules at the top of the import path with the name of a module
-of the standard library or of the runner would be imported in its place; they are left out.
+of the standard library or of the runner would be imported in its place, and so would packages and compiled modules beside a trusted module
+of the same name; they are left out.
 """
 
 from __future__ import annotations
@@ -130,7 +131,14 @@ class Trusted:
       name = self._top(path, root)
       if (name in RUNNER_MODULES or name in sys.stdlib_module_names or name.startswith('pytest_')) and name not in self._tops:
         return name
-    return ''
+    return '' if path in self._base.manifest else self._covers(path)
+
+  def _covers(self, path: str) -> str:
+    """Name of the trusted module that Python would not find any more: it prefers a package or a compiled module to `module.py`."""
+    module = _MODULE_END.sub('', path).removesuffix('/__init__')
+    covered = f'{module}.py'
+    there = covered in self._names and self.files.get(covered, True) is not None
+    return module.replace('/', '.') if there and covered != path and self.owns(covered) else ''
 
   def lay(self, prediction: Mapping[str, Entry | None]) -> Laid:
     """The prediction over a clean copy, with every trusted file as the instance has it."""
