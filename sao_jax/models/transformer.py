@@ -239,13 +239,18 @@ def split(model: nnx.Module) -> tuple[nnx.GraphDef, Params]:
   return definition, {_path(p): v.get_value() for p, v in nnx.to_flat_state(state)}
 
 
+@functools.lru_cache(maxsize=64)  # Making a model is most of the time it takes to trace a small program.
+def _outline(kind: type[nnx.Module], config: ModelConfig) -> tuple[nnx.GraphDef, tuple[tuple[Any, nnx.Variable], ...]]:
+  """Definition, and paths and variables with shapes for values, of `Policy` or `ValueModel`."""
+  definition, state = nnx.split(nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0))), nnx.Param)
+  return definition, tuple(nnx.to_flat_state(state))
+
+
 def abstract(
     kind: type[nnx.Module], config: ModelConfig
 ) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct], dict[str, tuple[str, ...]]]:
   """Definition, shapes and logical axes of `Policy` or `ValueModel`, without allocating anything."""
-  model = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
-  definition, state = nnx.split(model, nnx.Param)
-  flat = nnx.to_flat_state(state)
+  definition, flat = _outline(kind, config)
   return definition, {_path(p): v.get_value() for p, v in flat}, {_path(p): v.get_metadata('axes') for p, v in flat}
 
 
@@ -263,10 +268,8 @@ def init_on_mesh(kind: type[nnx.Module], config: ModelConfig, key: jax.Array, me
 
 def merge(kind: type[nnx.Module], config: ModelConfig, params: Params) -> nnx.Module:
   """The model with `params` in place; cheap, meant for use inside jit."""
-  model = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
-  definition, state = nnx.split(model, nnx.Param)
-  flat = [(p, v.replace(params[_path(p)])) for p, v in nnx.to_flat_state(state)]
-  return nnx.merge(definition, nnx.from_flat_state(flat))
+  definition, flat = _outline(kind, config)
+  return nnx.merge(definition, nnx.from_flat_state([(p, v.replace(params[_path(p)])) for p, v in flat]))
 
 
 def value_params_from_policy(policy: Params, config: ModelConfig) -> Params:
