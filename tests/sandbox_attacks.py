@@ -465,7 +465,7 @@ class Range:
       return 'a file of the host was changed'
     if self.victim.poll() is not None:
       return 'a process of the host was ended'
-    if seconds > 100.0:  # An operation on files that hangs is ended after 120 s.
+    if seconds > 30.0:
       return f'{seconds:.0f} s'
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - self._memory
     if grown > 150_000:

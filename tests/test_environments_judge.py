@@ -154,7 +154,7 @@ def test_a_judge_that_takes_too_long_is_a_timeout_and_no_verdict(kind, server):
   try:
     with pytest.raises(base.GraderTimeout, match='no reply'):
       ask(make(server, timeout_s=0.2, tries=2))
-    assert time.monotonic() - start < 60.0
+    assert time.monotonic() - start < 3.0
   finally:
     release.set()
 
@@ -162,13 +162,13 @@ def test_a_judge_that_takes_too_long_is_a_timeout_and_no_verdict(kind, server):
 def test_all_tries_together_have_a_limit_and_close_ends_a_pause(server):
   server.script = [500]
   start = time.monotonic()
-  with pytest.raises((base.GraderError, base.GraderTimeout)):  # Which one is a matter of when the limit falls.
+  with pytest.raises(base.GraderError):
     ask(make(server, tries=100, backoff_s=0.2, total_timeout_s=0.5))
   one = make(server, tries=100, backoff_s=30.0, total_timeout_s=3600.0)
   threading.Timer(0.2, one.close).start()
   with pytest.raises(base.GraderError):
     ask(one)
-  assert time.monotonic() - start < 60.0 and len(server.requests) < 20
+  assert time.monotonic() - start < 5.0 and len(server.requests) < 20
 
 
 def test_a_reply_without_end_is_given_up(server, monkeypatch):

@@ -68,7 +68,7 @@ class ExtractionTest(parameterized.TestCase):
                  r'\boxed{1} or ' * 70_000, '<answer>' * 10**5):
       for form in extract.FORMS:
         extract.extract(text + r'\boxed{5}', form)
-    assert time.monotonic() - start < 300  # What takes the square of a million steps would take hours.
+    assert time.monotonic() - start < 20
 
   def test_answers_far_from_the_end_are_still_found_in_the_window(self):
     assert extract.extract(r'\boxed{5}' + ' word' * 15_000, 'boxed') == '5'
@@ -101,7 +101,7 @@ class ArithmeticTest(parameterized.TestCase):
     start = time.monotonic()
     with self.assertRaises(arithmetic.TooLarge):
       arithmetic.check_size(latex.grouped(latex.tokens(latex.canonical(text))))
-    self.assertLess(time.monotonic() - start, 30.0)
+    self.assertLess(time.monotonic() - start, 1.0)
 
   @parameterized.parameters('2^{2025^2} \\text{ no }', '2^{u-2}', 'x^{100}', r'(2k-1)!!', r'\binom{2k}{k}^2', '(n-2)!', 'e^{3}',
       r'\frac{20000}{\pi}')

@@ -82,7 +82,7 @@ def test_too_long_is_wrong_and_takes_no_longer_than_the_limit(monkeypatch):
     start = time.monotonic()
     grade = grader.grade(fenced(f'def f():\n  {body}'), 'f()')
     assert (grade.verdict, 'took more than 1 s' in grade.reason) == ('wrong', True), grade
-    assert time.monotonic() - start < 60.0
+    assert time.monotonic() - start < 4.0
   grader.close()
 
 
@@ -192,7 +192,7 @@ def test_close_ends_what_runs(monkeypatch, when):
   start = time.monotonic()
   grader.close()
   thread.join(100.0)
-  assert found[0].verdict == 'grader_error' and time.monotonic() - start < 60.0
+  assert found[0].verdict == 'grader_error' and time.monotonic() - start < 10.0
   assert grader.grade(fenced('x = 1'), 'pass').verdict == 'grader_error'
 
 

@@ -105,7 +105,7 @@ def test_towers_are_timeouts_not_wrong(math, answer):
   start = time.monotonic()
   grade = math.grade(rf'\boxed{{{answer}}}', '5')
   assert (grade.verdict, grade.score) == ('grader_timeout', 0.0) and 'not worked out' in grade.reason
-  assert time.monotonic() - start < 60.0  # The limit of the processes is 120 s.
+  assert time.monotonic() - start < 1.0
   assert math.grade(rf'\boxed{{{answer}}}', answer).verdict == 'right'  # Equal as strings.
 
 
@@ -117,7 +117,7 @@ def test_what_takes_too_long_is_ended_and_named_and_the_next_one_is_graded():
     grader._pool._time_limit_s = 1.0  # A busy machine needs more for what is easy.
     start = time.monotonic()
     grade = grader.grade(SLOW, r'\sqrt{2}')
-    assert grade.verdict == 'grader_timeout' and '1 s' in grade.reason and time.monotonic() - start < 60.0
+    assert grade.verdict == 'grader_timeout' and '1 s' in grade.reason and time.monotonic() - start < 10.0
     assert not alive(first)
     grader._pool._time_limit_s = 120.0
     assert grader.grade(r'\sqrt{8}', r'2\sqrt{2}').verdict == 'right'
@@ -172,7 +172,7 @@ def test_close_is_quick_with_workers_that_hang():
   start = time.monotonic()
   grader.close()
   [t.join(100) for t in threads]
-  assert time.monotonic() - start < 60.0
+  assert time.monotonic() - start < 5.0
   assert [r.verdict for r in results] == ['grader_error'] * 4 and all('closed' in r.reason for r in results)
   assert not any(map(alive, pids))
   assert grader.grade(r'\boxed{5}', '5').verdict == 'right'  # Needs no process.
@@ -239,7 +239,7 @@ def test_hostile_answers(tmp_path):
       assert grade.verdict in ('wrong', 'no_answer', 'grader_timeout'), (kind, answer[:100], grade)
       if kind in told:
         assert grade.verdict in ('wrong', 'no_answer'), (kind, answer[:100], grade)
-    assert slowest < 110.0 and not mark.exists() and not list(tmp_path.iterdir())
+    assert slowest < 30.0 and not mark.exists() and not list(tmp_path.iterdir())
     grader._pool._time_limit_s = 120.0
     assert grader.grade(r'\boxed{\sqrt{8}}', r'2\sqrt{2}').verdict == 'right'
   finally:

@@ -124,7 +124,7 @@ def test_hostile_text_takes_linear_time_and_bounded_memory(form, text):
   start = time.process_time()
   parser = ToolCallParser(form)
   found = [c for i in range(0, len(text), 50) for c in parser.feed(text[i:i + 50])] + parser.close()
-  assert time.process_time() - start < 60 and all(len(c.raw) <= tool_calls.MAX_CALL for c in found)
+  assert time.process_time() - start < 5 and all(len(c.raw) <= tool_calls.MAX_CALL for c in found)
 
 
 JSON = st.recursive(

@@ -208,7 +208,7 @@ def test_impossible_settings_are_told_before_anything_compiles(tmp_path, overrid
   start = time.monotonic()
   with pytest.raises(ValueError, match=message):
     train.run(tiny_config(**overrides), tmp_path / 'run')
-  assert time.monotonic() - start < 120
+  assert time.monotonic() - start < 60
 
 
 def test_a_workdir_in_use_is_refused(tmp_path):
@@ -254,7 +254,7 @@ def test_a_failure_ends_the_run_with_the_first_cause(tmp_path, monkeypatch, wher
       'sao_jax.learner.Learner.update', broken)
   with pytest.raises((RuntimeError, KeyError), match='the first cause'):
     train.run(tiny_config(**WALL), tmp_path)
-  assert time.monotonic() - failed[0] < 100
+  assert time.monotonic() - failed[0] < 15
   assert not [t for t in threading.enumerate() if t.name == 'rollouts' and t.is_alive()]
 
 

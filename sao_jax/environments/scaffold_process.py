@@ -20,7 +20,6 @@ Command = str | Sequence[str]
 KEPT = ('PATH', 'LANG', 'LC_ALL', 'LC_CTYPE', 'TZ', 'VIRTUAL_ENV')  # Of the host's environment; nothing else is passed on.
 MARK = 'SAO_PROCESS'  # Variable by which processes that left their group are found.
 TERM_S = 2.0  # Between the request to end and the end.
-KILL_S = 20.0  # For what was killed to be gone, which takes no time but on a machine that is busy.
 TAIL = 4000  # Characters of the output in messages.
 _FIELD = re.compile(r'\{(\w+)\}')
 
@@ -133,8 +132,8 @@ class Process:
       self._signal(signal.SIGTERM)
       self.wait(TERM_S)
     self._signal(signal.SIGKILL)
-    scaffold_watch.kill_carriers(MARK, self._mark, KILL_S)
-    self.wait(KILL_S)
+    scaffold_watch.kill_carriers(MARK, self._mark, TERM_S)
+    self.wait(TERM_S)
 
   def _signal(self, number: int) -> None:
     try:

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 
-LAST_S = 20.0  # For processes that start others while they are killed.
+LAST_S = 5.0  # For processes that start others while they are killed.
 
 
 def carriers(mark: str, name: str) -> list[int]:

@@ -24,7 +24,7 @@ REASONS = {
     431: 'Request Header Fields Too Large', 500: 'Internal Server Error', 503: 'Service Unavailable', 505: 'HTTP Version Not Supported'}
 _REQUEST_LINE = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]{1,32}) (/[\x21-\x7e]*|\*|[a-z]+://[\x21-\x7e]*) HTTP/(\d)\.(\d)")
 _HEADER = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):([^\x00-\x08\x0a-\x1f\x7f]*)")
-_LINGER_BYTES, _LINGER_S = 64 << 20, 10.0  # What is read and thrown away of a refused request, so that its client reads why.
+_LINGER_BYTES, _LINGER_S = 64 << 20, 2.0  # What is read and thrown away of a refused request, so that its client reads why.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ from sao_jax.gateway.http import HttpError, HttpLimits, HttpServer, Link, Reques
 from sao_jax.gateway.sessions import Delivery, Keys, Session
 from sao_jax.threads import WorkerGroup
 
-START_S, CLOSE_S = 60.0, 60.0  # On a machine that is busy; each takes milliseconds.
+START_S, CLOSE_S = 10.0, 5.0
 MODEL = 'policy'
 
 
